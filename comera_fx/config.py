@@ -1,0 +1,287 @@
+"""Settings of ``optimize``, of the planner and of rank adaptation, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from comera_fx.errors import ConfigError
+
+Layout = Literal["tt", "ttm"]
+Ranks = int | tuple[int, ...]
+ModePair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _check(holds: bool, name: str, got: object, expected: str, mend: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} is out of range", got=repr(got), expected=expected, mend=mend)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """How contraction trees are chosen.
+
+    Args:
+        objective: What the tree minimises. ``"flops"``: multiply-adds of forward and backward.
+        memory_limit_bytes: Plans whose peak is above this are refused; ``None`` is no limit.
+    """
+
+    objective: Literal["flops"] = "flops"
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(
+            self.objective == "flops",
+            "PlanConfig.objective",
+            self.objective,
+            "'flops'",
+            "use objective='flops'",
+        )
+        limit = self.memory_limit_bytes
+        _check(
+            limit is None or _is_count(limit, 1),
+            "PlanConfig.memory_limit_bytes",
+            limit,
+            "a positive number of bytes, or None",
+            "leave it None for no limit",
+        )
+
+
+@dataclass(frozen=True)
+class OptimizeConfig:
+    """What ``optimize`` rewrites, and into which shapes.
+
+    Patterns are ``fnmatch`` patterns over qualified module names, ``"encoder.*.fc1"``; where
+    several patterns match one layer, the first in the mapping wins.
+
+    Args:
+        max_rank: Rank asked for on every bond that no ``ranks`` pattern names. Each bond gets
+            the smaller of what is asked and of the largest rank it can use.
+        ranks: Pattern to one rank for all bonds, or to the full tuple of a ``TTSpec``, whose
+            two ends are 1.
+        tol: Relative Frobenius error allowed when a weight is decomposed; ranks stop growing
+            once it is met. ``None``: ``max_rank`` alone decides. With ``tol`` and a bond whose
+            asked rank is too small to meet it, the error met is reported.
+        init: ``"decompose"`` keeps what the weights hold (TT-SVD); ``"random"`` draws cores so
+            that the entries of W have the standard deviation of the dense weight.
+        modes: Pattern to ``(in_modes, out_modes)``; products may exceed the layer's sizes
+            (padding), never fall below them.
+        layouts: Pattern to ``"tt"`` (all input modes, then all output modes) or ``"ttm"``
+            (one core per pair of modes). Linear layers default to "tt", embeddings to "ttm".
+        targets: Patterns of the layers to rewrite; ``None`` is every supported layer.
+        exclude: Patterns of layers that stay dense whatever ``targets`` says.
+        min_params: Layers with fewer weights than this stay dense.
+        only_if_faster: Leave a layer dense when its plan's FLOPs, forward and backward, exceed
+            dense's; layers named in ``modes``, ``ranks`` or ``targets`` are exempt.
+        num_tokens_hint: Rows of input to plan for where no example input tells.
+        plan: How contraction trees are chosen.
+        seed: Seed of ``init="random"``.
+    """
+
+    max_rank: int = 32
+    ranks: Mapping[str, Ranks] = field(default_factory=dict)
+    tol: float | None = None
+    init: Literal["decompose", "random"] = "decompose"
+    modes: Mapping[str, ModePair] = field(default_factory=dict)
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    targets: Sequence[str] | None = None
+    exclude: Sequence[str] = ()
+    min_params: int = 4096
+    only_if_faster: bool = True
+    num_tokens_hint: int = 4096
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_choices()
+        self._check_patterns()
+
+    def _check_numbers(self) -> None:
+        for name, least in (("max_rank", 1), ("min_params", 0), ("num_tokens_hint", 1)):
+            value = getattr(self, name)
+            _check(
+                _is_count(value, least),
+                f"OptimizeConfig.{name}",
+                value,
+                f"an int of at least {least}",
+                f"give an int, {least} or more",
+            )
+        _check(
+            self.tol is None or 0 <= self.tol < 1,
+            "OptimizeConfig.tol",
+            self.tol,
+            "a relative error, 0 <= tol < 1, or None",
+            "use tol=0.05 for 5 %",
+        )
+
+    def _check_choices(self) -> None:
+        _check(
+            self.init in ("decompose", "random"),
+            "OptimizeConfig.init",
+            self.init,
+            "'decompose' or 'random'",
+            "use 'decompose' for trained weights, 'random' from scratch",
+        )
+        for pattern, layout in self.layouts.items():
+            _check(
+                layout in ("tt", "ttm"),
+                f"OptimizeConfig.layouts[{pattern!r}]",
+                layout,
+                "'tt' or 'ttm'",
+                "use 'tt' for linear layers, 'ttm' for embeddings",
+            )
+
+    def _check_patterns(self) -> None:
+        for name in ("targets", "exclude"):
+            value = getattr(self, name)
+            _check(
+                value is None or not isinstance(value, str),
+                f"OptimizeConfig.{name}",
+                value,
+                "a sequence of patterns",
+                f"write {name}=[{value!r}]",
+            )
+        for pattern, rank in self.ranks.items():
+            entries = rank if isinstance(rank, tuple) else (rank,)
+            _check(
+                bool(entries) and all(_is_count(r, 1) for r in entries),
+                f"OptimizeConfig.ranks[{pattern!r}]",
+                rank,
+                "an int of at least 1, or a tuple of such ints with both ends 1",
+                "write 30 or (1, 12, 30, 30, 30, 12, 1)",
+            )
+        for pattern, pair in self.modes.items():
+            sides = tuple(pair) if isinstance(pair, (tuple, list)) else ()
+            good = len(sides) == 2 and all(
+                isinstance(side, (tuple, list)) and side and all(_is_count(m, 1) for m in side)
+                for side in sides
+            )
+            _check(
+                good,
+                f"OptimizeConfig.modes[{pattern!r}]",
+                pair,
+                "a pair (in_modes, out_modes) of non-empty tuples of positive ints",
+                "write ((12, 8, 8), (8, 8, 12))",
+            )
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """How ranks adapt in training; see ``comera_fx/train/README.md`` for the formulas.
+
+    Args:
+        method: ``"comera"``: rank weights are parameters, pulled down by the size penalty.
+        target_ratio: Size to reach, as a share of the TT size at the start.
+        target_params: Size to reach, in parameters. At most one target may be given.
+        target_bytes: Size to reach, in bytes of the cores.
+        gamma: Weight of the size penalty in the early stage.
+        beta: Weight of the squared norm of the cores in the early stage.
+        threshold: Rank weights at or below this count as zero.
+        warmup_steps: Steps at the start in which the task loss alone is trained.
+        early_steps: Length of the early stage; then, if there is a target, the late stage
+            begins. ``None``: ten times ``prune_every`` with a target, for ever without one.
+        w1: Weight of the loss in the late stage.
+        w2: Weight of the size in the late stage.
+        rho: Weight of the sum of both in the late stage.
+        prune_every: Steps between two cuts of dead ranks.
+        min_rank: Ranks are never cut below this; 0 lets a whole layer fade to its bias.
+        exclude: Patterns of layers whose ranks stay as they are.
+    """
+
+    method: Literal["comera"] = "comera"
+    target_ratio: float | None = None
+    target_params: int | None = None
+    target_bytes: int | None = None
+    gamma: float = 0.01
+    beta: float = 0.0
+    threshold: float = 0.01
+    warmup_steps: int = 0
+    early_steps: int | None = None
+    w1: float = 1.0
+    w2: float = 1.0
+    rho: float = 0.1
+    prune_every: int = 10
+    min_rank: int = 0
+    exclude: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _check(
+            self.method == "comera",
+            "RankConfig.method",
+            self.method,
+            "'comera'",
+            "use method='comera'",
+        )
+        targets = (self.target_ratio, self.target_params, self.target_bytes)
+        _check(
+            sum(t is not None for t in targets) <= 1,
+            "RankConfig target",
+            dict(zip(("target_ratio", "target_params", "target_bytes"), targets, strict=True)),
+            "at most one target",
+            "keep one of the three",
+        )
+        ratio = self.target_ratio
+        _check(
+            ratio is None or 0 < ratio <= 1,
+            "RankConfig.target_ratio",
+            ratio,
+            "0 < target_ratio <= 1, a share of the TT size at the start",
+            "use target_ratio=0.5 for half",
+        )
+        for name in ("target_params", "target_bytes"):
+            value = getattr(self, name)
+            _check(
+                value is None or _is_count(value, 1),
+                f"RankConfig.{name}",
+                value,
+                "a positive int, or None",
+                "give a positive int",
+            )
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        for name in ("gamma", "beta", "threshold", "w1", "w2", "rho"):
+            value = getattr(self, name)
+            _check(
+                isinstance(value, (int, float)) and 0 <= value < float("inf"),
+                f"RankConfig.{name}",
+                value,
+                "a finite number, 0 or more",
+                "give 0 to switch it off",
+            )
+        _check(
+            self.threshold < 1,
+            "RankConfig.threshold",
+            self.threshold,
+            "below 1, the value at which rank weights start",
+            "use the default, 0.01",
+        )
+        for name, least in (("warmup_steps", 0), ("prune_every", 1), ("min_rank", 0)):
+            value = getattr(self, name)
+            _check(
+                _is_count(value, least),
+                f"RankConfig.{name}",
+                value,
+                f"an int of at least {least}",
+                f"give an int, {least} or more",
+            )
+        _check(
+            self.early_steps is None or _is_count(self.early_steps, 0),
+            "RankConfig.early_steps",
+            self.early_steps,
+            "an int, 0 or more, or None",
+            "leave it None for the default",
+        )
+        _check(
+            not isinstance(self.exclude, str),
+            "RankConfig.exclude",
+            self.exclude,
+            "a sequence of patterns",
+            f"write exclude=[{self.exclude!r}]",
+        )

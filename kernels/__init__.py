@@ -1,0 +1,1 @@
+"""Numba CUDA kernels, one a file: reference, CUDA, launch."""
