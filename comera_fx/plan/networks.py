@@ -1,0 +1,167 @@
+"""Closed tensor networks of the contractions that a TT layer makes.
+
+A network lists the tensors that are given (its *leaves*) and one more, the *target*: the tensor
+whose place the forward result takes. For a linear layer the leaves are ``x, G1 .. Gn`` and the
+target is the output gradient ``dy``, so that the closed network ``<dy | G1 .. Gn | x>`` with any
+one tensor taken out is the output or the gradient of that tensor. Every index sits on exactly two
+of the tensors, which is why each pairwise contraction is one matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from string import ascii_letters
+
+from comera_fx.tt import TTSpec
+
+TOKENS = "b"
+"""The index of the input rows: the only one whose size may differ from call to call."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Leaves and target of one contraction.
+
+    Args:
+        names: Name of each leaf, ``("x", "G1", "G2")``.
+        indices: The indices of each leaf, in storage order, one letter an index.
+        target: Name of the tensor that closes the network, ``"dy"``.
+        target_indices: Its indices; the forward result is stored in this order.
+        result: Name of the forward result, ``"y"``.
+        sizes: Pairs of index and size; the tokens have the number planned for.
+    """
+
+    names: tuple[str, ...]
+    indices: tuple[str, ...]
+    target: str
+    target_indices: str
+    result: str
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def size_of(self) -> dict[str, int]:
+        """Index to size."""
+        return dict(self.sizes)
+
+    def is_weight(self, leaf: int) -> bool:
+        """Whether leaf number ``leaf`` holds no activation."""
+        return TOKENS not in self.indices[leaf]
+
+
+@dataclass(frozen=True)
+class _Letters:
+    """The letters of a spec's modes and bonds; an empty string where the size is 1."""
+
+    in_modes: tuple[str, ...]
+    out_modes: tuple[str, ...]
+    bonds: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...]
+
+
+def _letters(spec: TTSpec) -> _Letters:
+    fresh = iter(letter for letter in ascii_letters if letter != TOKENS)
+    sizes: list[tuple[str, int]] = []
+
+    def name(count: int) -> str:
+        if count == 1:
+            return ""
+        sizes.append((next(fresh), count))
+        return sizes[-1][0]
+
+    return _Letters(
+        tuple(name(mode) for mode in spec.in_modes),
+        tuple(name(mode) for mode in spec.out_modes),
+        tuple(name(rank) for rank in spec.ranks),
+        tuple(sizes),
+    )
+
+
+def _core_indices(spec: TTSpec, letters: _Letters) -> Iterator[str]:
+    modes = (
+        letters.in_modes + letters.out_modes
+        if spec.layout == "tt"
+        else tuple(map("".join, zip(letters.in_modes, letters.out_modes, strict=True)))
+    )
+    for k, mode in enumerate(modes):
+        yield letters.bonds[k] + mode + letters.bonds[k + 1]
+
+
+def _core_names(spec: TTSpec) -> tuple[str, ...]:
+    return tuple(f"G{k + 1}" for k in range(spec.num_cores))
+
+
+@lru_cache(maxsize=4096)
+def linear_network(spec: TTSpec, num_tokens: int) -> Network:
+    """Return the network of ``y = x W^T`` with ``num_tokens`` rows of input.
+
+    Example:
+        >>> spec = TTSpec("tt", (2, 3), (4,), (1, 2, 3, 1))
+        >>> linear_network(spec, 8).indices
+        ('bac', 'ae', 'ecf', 'fd')
+    """
+    letters = _letters(spec)
+    return Network(
+        names=("x", *_core_names(spec)),
+        indices=(TOKENS + "".join(letters.in_modes), *_core_indices(spec, letters)),
+        target="dy",
+        target_indices=TOKENS + "".join(letters.out_modes),
+        result="y",
+        sizes=((TOKENS, num_tokens), *letters.sizes),
+    )
+
+
+@lru_cache(maxsize=4096)
+def dense_network(spec: TTSpec) -> Network:
+    """Return the network of the dense matrix, ``(out_size, in_size)``.
+
+    Example:
+        >>> dense_network(TTSpec("tt", (2,), (4,), (1, 2, 1))).target_indices
+        'ca'
+    """
+    letters = _letters(spec)
+    return Network(
+        names=_core_names(spec),
+        indices=tuple(_core_indices(spec, letters)),
+        target="dW",
+        target_indices="".join((*letters.out_modes, *letters.in_modes)),
+        result="W",
+        sizes=letters.sizes,
+    )
+
+
+@lru_cache(maxsize=4096)
+def chain_network(spec: TTSpec, first: int, last: int) -> Network:
+    """Return the network of cores ``first .. last - 1`` of ``spec`` contracted over their bonds.
+
+    The result keeps its indices in the order ``(in modes, left bond, out modes, right bond)``:
+    a table with one entry per index of the input modes.
+
+    Example:
+        >>> spec = TTSpec("ttm", (2, 3), (4, 5), (1, 2, 1))
+        >>> chain_network(spec, 0, 1).target_indices
+        'ace'
+    """
+    letters = _letters(spec)
+    inner = range(first, last)
+    if spec.layout == "tt":
+        num_in = len(spec.in_modes)
+        in_modes = [letters.in_modes[k] for k in inner if k < num_in]
+        out_modes = [letters.out_modes[k - num_in] for k in inner if k >= num_in]
+    else:
+        in_modes = [letters.in_modes[k] for k in inner]
+        out_modes = [letters.out_modes[k] for k in inner]
+    indices = tuple(_core_indices(spec, letters))[first:last]
+    kept = set(chain.from_iterable(indices))
+    return Network(
+        names=_core_names(spec)[first:last],
+        indices=indices,
+        target="dT",
+        target_indices="".join(
+            (*in_modes, letters.bonds[first], *out_modes, letters.bonds[last])
+        ),
+        result="T",
+        sizes=tuple((letter, size) for letter, size in letters.sizes if letter in kept),
+    )
