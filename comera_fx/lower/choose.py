@@ -1,0 +1,121 @@
+"""Which program a contraction runs: planned once per spec, dtype, device, tokens and gradients."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from comera_fx.lower.execute import bind, contract
+from comera_fx.plan.lookup import plan_lookup
+from comera_fx.plan.networks import Network, dense_network
+from comera_fx.plan.plan import plan_linear
+from comera_fx.plan.program import Program, cached_program
+from comera_fx.plan.search import find_path
+from comera_fx.tt import TTSpec
+
+
+def linear(
+    x: Tensor,
+    cores: list[Tensor],
+    bias: Tensor | None,
+    spec: TTSpec,
+    *,
+    num_tokens_hint: int,
+    objective: Literal["flops"],
+    memory_limit_bytes: int | None,
+) -> Tensor:
+    """Return ``x W^T + bias`` by the plan for this number of tokens.
+
+    Args:
+        x: ``(..., in_size)``.
+        cores: The cores of W.
+        bias: ``(out_size,)`` or ``None``.
+        spec: Shape of W; no rank is 0.
+        num_tokens_hint: Tokens to plan for where their number is symbolic.
+        objective: What the plan minimises.
+        memory_limit_bytes: Limit of the plan's peak.
+    """
+    num_tokens = x.shape[:-1].numel()
+    program = _linear_program(
+        spec,
+        _bucket(num_tokens, num_tokens_hint),
+        (x.requires_grad, *(core.requires_grad for core in cores)),
+        x.dtype,
+        x.device.type,
+        objective,
+        memory_limit_bytes,
+    )
+    shape = (*x.shape[:-1], spec.out_size)
+    return contract(bind(program, num_tokens), (x, *cores), shape, bias)
+
+
+def dense(cores: list[Tensor], spec: TTSpec) -> Tensor:
+    """Return the matrix ``(out_size, in_size)``; no rank is 0."""
+    network = dense_network(spec)
+    return _weight_only(cores, network, (spec.out_size, spec.in_size))
+
+
+def embedding(ids: Tensor, cores: list[Tensor], spec: TTSpec) -> Tensor:
+    """Return the rows ``ids`` of the table ``(in_size, out_size)``, shape ``(*ids, out_size)``.
+
+    Args:
+        ids: Integer row numbers, all valid.
+        cores: The cores of the table.
+        spec: Its shape, the in_modes being the row modes; no rank is 0.
+    """
+    plan = plan_lookup(spec, _bucket(ids.numel(), spec.in_size))
+    rows, columns, rank = plan.left_shape
+    if plan.right is None:
+        table = _weight_only(cores, plan.left, (rows, columns))
+        return torch.nn.functional.embedding(ids, table)
+    flat = ids.reshape(-1)
+    num_right = plan.right_shape[0]
+    left = _weight_only(cores[: plan.cut], plan.left, (rows, columns * rank))
+    right = _weight_only(cores[plan.cut :], plan.right, (num_right, rank * plan.right_shape[2]))
+    if num_right == 1:
+        picked = left.index_select(0, flat).reshape(-1, rank) @ right.reshape(rank, -1)
+    else:
+        left_rows = left.index_select(0, flat // num_right).reshape(-1, columns, rank)
+        right_rows = right.index_select(0, flat % num_right).reshape(-1, *plan.right_shape[1:])
+        picked = torch.bmm(left_rows, right_rows)
+    return picked.reshape(*ids.shape, spec.out_size)
+
+
+def _weight_only(cores: list[Tensor], network: Network, shape: tuple[int, ...]) -> Tensor:
+    wanted = tuple(core.requires_grad for core in cores)
+    program = cached_program(network, find_path(network), wanted, cores[0].element_size())
+    return contract(bind(program, 1), cores, shape)
+
+
+@lru_cache(maxsize=4096)
+def _linear_program(
+    spec: TTSpec,
+    num_tokens: int,
+    wanted: tuple[bool, ...],
+    dtype: torch.dtype,
+    device_type: str,
+    objective: Literal["flops"],
+    memory_limit_bytes: int | None,
+) -> Program:
+    plan = plan_linear(
+        spec,
+        num_tokens,
+        objective,
+        wanted[0],
+        memory_limit_bytes=memory_limit_bytes,
+        itemsize=dtype.itemsize,
+    )
+    return cached_program(plan.network, plan.path, wanted, dtype.itemsize)
+
+
+def _bucket(num_tokens: int, hint: int) -> int:
+    """Round up to a power of two, so that few plans serve all batch sizes.
+
+    A symbolic number is never compared, which would bind the graph to a range of batches.
+    """
+    if type(num_tokens) is not int or torch.compiler.is_exporting():
+        return hint
+    return 1 << max(num_tokens - 1, 0).bit_length()

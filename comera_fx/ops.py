@@ -1,0 +1,259 @@
+"""The IR vocabulary: operators that a graph holds as single nodes until plans are expanded.
+
+They are CompositeImplicitAutograd: one node in symbolic, exported and dynamo graphs, and
+decomposed by itself for autograd, compilers and transforms. The body runs the plan.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comera_fx import lower
+from comera_fx.config import Layout
+from comera_fx.errors import InputError
+from comera_fx.tt import TTSpec
+
+_library = torch.library.Library("comera_fx", "DEF")
+_library.define(
+    "tt_linear(Tensor x, Tensor[] cores, Tensor? bias, str layout, int num_in_modes, "
+    "int in_features, int out_features, *, int num_tokens_hint=4096, str objective='flops', "
+    "int? memory_limit_bytes=None) -> Tensor"
+)
+_library.define(
+    "tt_embedding(Tensor ids, Tensor[] cores, Tensor? padding_row, str layout, "
+    "int num_in_modes, int num_embeddings, int embedding_dim, *, int padding_idx=-1) -> Tensor"
+)
+_library.define(
+    "tt_dense(Tensor[] cores, str layout, int num_in_modes, int in_features, int out_features) "
+    "-> Tensor"
+)
+
+
+@lru_cache(maxsize=4096)
+def spec_of(layout: str, num_in_modes: int, shapes: tuple[torch.Size, ...]) -> TTSpec:
+    """Return the spec of cores with these shapes.
+
+    Args:
+        layout: "tt" or "ttm".
+        num_in_modes: Number of input modes; layout "ttm" has one a core.
+        shapes: ``(R, mode, S)`` or ``(R, N, M, S)`` of each core.
+    """
+    ranks = (*(shape[0] for shape in shapes), shapes[-1][-1])
+    if layout == "tt":
+        modes = tuple(shape[1] for shape in shapes)
+        in_modes, out_modes = modes[:num_in_modes], modes[num_in_modes:]
+    else:
+        in_modes = tuple(shape[1] for shape in shapes)
+        out_modes = tuple(shape[2] for shape in shapes)
+    return TTSpec(cast("Layout", layout), in_modes, out_modes, ranks)
+
+
+def _spec(layout: str, num_in_modes: int, cores: list[Tensor]) -> TTSpec:
+    return spec_of(layout, num_in_modes, tuple(core.shape for core in cores))
+
+
+def _is_dead(spec: TTSpec) -> bool:
+    """Whether all ranks have been cut to 0, which leaves the weight zero."""
+    return 0 in spec.ranks
+
+
+def tt_linear(
+    x: Tensor,
+    cores: list[Tensor],
+    bias: Tensor | None,
+    layout: str,
+    num_in_modes: int,
+    in_features: int,
+    out_features: int,
+    *,
+    num_tokens_hint: int = 4096,
+    objective: str = "flops",
+    memory_limit_bytes: int | None = None,
+) -> Tensor:
+    """Return ``x W^T + bias`` for a weight W held as tensor-train cores.
+
+    Args:
+        x: ``(..., in_features)``, of the cores' dtype.
+        cores: Cores of W, ``(R, mode, S)`` each in layout "tt", ``(R, N, M, S)`` in "ttm".
+        bias: ``(out_features,)`` or ``None``.
+        layout: "tt" or "ttm".
+        num_in_modes: How many of the modes are input modes.
+        in_features: Columns of W; less than the product of the input modes where padded.
+        out_features: Rows of W; likewise.
+        num_tokens_hint: Rows of x to plan for where their number is symbolic.
+        objective: What the plan minimises.
+        memory_limit_bytes: Limit of the plan's peak.
+
+    Returns:
+        ``(..., out_features)``.
+
+    Raises:
+        InputError: If the last axis of ``x`` or its dtype does not fit.
+
+    Source:
+        Novikov, Podoprikhin, Osokin and Vetrov, "Tensorizing Neural Networks", NeurIPS 2015.
+    """
+    x, cores, bias = _autocast(x, cores, bias)
+    _check_linear_input(x, cores, in_features)
+    spec = _spec(layout, num_in_modes, cores)
+    if _is_dead(spec):
+        # Products with an empty middle: zero, and differentiable in x.
+        y = x @ x.new_zeros(in_features, 0) @ x.new_zeros(0, out_features)
+        return y if bias is None else y + bias
+    if spec.in_size != in_features:
+        x = F.pad(x, (0, spec.in_size - in_features))
+    padded = spec.out_size != out_features
+    y = lower.linear(
+        x,
+        cores,
+        None if padded else bias,
+        spec,
+        num_tokens_hint=num_tokens_hint,
+        objective=cast("Literal['flops']", objective),
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    if not padded:
+        return y
+    y = y.narrow(-1, 0, out_features)
+    return y.contiguous() if bias is None else y + bias
+
+
+def _check_linear_input(x: Tensor, cores: list[Tensor], in_features: int) -> None:
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise InputError(
+            "input does not fit the TT linear layer",
+            got=f"a tensor of shape {tuple(x.shape)}",
+            expected=f"(..., {in_features}), the layer's in_features last",
+            mend="check the layer that makes this input",
+        )
+    _check_same_dtype(x, cores)
+
+
+def _check_same_dtype(x: Tensor, cores: list[Tensor]) -> None:
+    if x.dtype != cores[0].dtype:
+        raise InputError(
+            "input and cores have different dtypes",
+            got=f"input {x.dtype}, cores {cores[0].dtype}",
+            expected="one dtype, or torch.autocast",
+            mend=f"use model.to({x.dtype}) or x.to({cores[0].dtype})",
+        )
+
+
+def _autocast(
+    x: Tensor, cores: list[Tensor], bias: Tensor | None
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """Cast as ``F.linear`` would: an active autocast takes all but float64 to its dtype."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, cores, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast_one(tensor: Tensor) -> Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if eligible else tensor
+
+    return cast_one(x), [cast_one(c) for c in cores], None if bias is None else cast_one(bias)
+
+
+def tt_embedding(
+    ids: Tensor,
+    cores: list[Tensor],
+    padding_row: Tensor | None,
+    layout: str,
+    num_in_modes: int,
+    num_embeddings: int,
+    embedding_dim: int,
+    *,
+    padding_idx: int = -1,
+) -> Tensor:
+    """Return rows of an embedding table held as tensor-train cores.
+
+    Args:
+        ids: Row numbers of any shape, int32 or int64.
+        cores: Cores of the table; the input modes are the row modes.
+        padding_row: ``(embedding_dim,)``, what ``padding_idx`` reads; ``None`` without one. It
+            gets no gradient, as in ``F.embedding``.
+        layout: "tt" or "ttm".
+        num_in_modes: How many of the modes are row modes.
+        num_embeddings: Rows of the table, padding left out.
+        embedding_dim: Its columns.
+        padding_idx: The row that stays as it is; -1 for none.
+
+    Returns:
+        ``(*ids.shape, embedding_dim)``, of the cores' dtype.
+
+    Raises:
+        InputError: If ids are not integers, or (on CPU, where looking is cheap) out of range.
+
+    Source:
+        Hrinchuk et al., "Tensorized Embedding Layers", Findings of EMNLP 2020.
+    """
+    _check_ids(ids, num_embeddings)
+    spec = _spec(layout, num_in_modes, cores)
+    if _is_dead(spec):
+        rows = cores[0].new_zeros(*ids.shape, embedding_dim)
+    else:
+        rows = lower.embedding(ids, cores, spec)
+        if spec.out_size != embedding_dim:
+            rows = rows.narrow(-1, 0, embedding_dim).contiguous()
+    if padding_row is None:
+        return rows
+    return torch.where((ids == padding_idx).unsqueeze(-1), padding_row, rows)
+
+
+def _check_ids(ids: Tensor, num_embeddings: int) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            "embedding ids are not int32 or int64",
+            got=f"ids of dtype {ids.dtype}",
+            expected="torch.int64 or torch.int32",
+            mend="use ids.long()",
+        )
+    if type(ids) is not Tensor or torch._C._are_functorch_transforms_active():
+        return
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+        least, most = (int(bound) for bound in ids.aminmax())
+        if least < 0 or most >= num_embeddings:
+            raise InputError(
+                "embedding id out of range",
+                got=f"ids from {least} to {most}",
+                expected=f"0 to {num_embeddings - 1}",
+                mend="check the tokenizer's vocabulary against num_embeddings",
+            )
+    elif ids.is_cuda:
+        torch._assert_async(((ids >= 0) & (ids < num_embeddings)).all())
+
+
+def tt_dense(
+    cores: list[Tensor], layout: str, num_in_modes: int, in_features: int, out_features: int
+) -> Tensor:
+    """Return the dense matrix ``(out_features, in_features)`` of tensor-train cores.
+
+    An embedding's table is its transpose.
+
+    Source:
+        Oseledets, "Tensor-Train Decomposition", SISC 2011, eq. (1.3).
+    """
+    spec = _spec(layout, num_in_modes, cores)
+    if _is_dead(spec):
+        return cores[0].new_zeros(out_features, in_features)
+    weight = lower.dense(cores, spec)
+    if (spec.out_size, spec.in_size) == (out_features, in_features):
+        return weight
+    return weight[:out_features, :in_features].contiguous()
+
+
+def _register(name: str, body: Any) -> None:
+    _library.impl(name, body, "CompositeImplicitAutograd")
+    # vmap does not decompose a composite operator of a library by itself.
+    _library.impl(name, body, "FuncTorchBatchedDecomposition")
+
+
+_register("tt_linear", tt_linear)
+_register("tt_embedding", tt_embedding)
+_register("tt_dense", tt_dense)
