@@ -40,7 +40,7 @@ class LazyWeight(Tensor):
             like: A tensor of its dtype and device, which requires grad if it does.
             build: Makes it.
         """
-        lazy: LazyWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        lazy: LazyWeight = Tensor._make_wrapper_subclass(
             LazyWeight, shape, dtype=like.dtype, device=like.device, requires_grad=False
         )
         lazy._build, lazy._requires_grad = build, like.requires_grad
@@ -75,7 +75,7 @@ class LazyWeight(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -86,7 +86,7 @@ class LazyWeight(Tensor):
         args, kwargs = tree_map_only(LazyWeight, lambda lazy: lazy._build(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"LazyWeight(shape={tuple(self.shape)}, dtype={self.dtype})"
 

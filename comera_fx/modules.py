@@ -8,8 +8,8 @@ a bond, which are multiplied into a neighbouring core before the operator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,18 @@ from torch import Tensor, nn
 
 from comera_fx import tt
 from comera_fx.config import PlanConfig
-from comera_fx.errors import InputError, SpecError
+from comera_fx.errors import SpecError
 from comera_fx.lazy import LazyWeight
 from comera_fx.ops import spec_of
 from comera_fx.tt import TTSpec
 
 DEFAULT_NUM_TOKENS = 4096
+_OP_DEFAULTS: dict[str, Any] = {
+    "num_tokens_hint": DEFAULT_NUM_TOKENS,
+    **vars(PlanConfig()),
+}
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class TTModule(nn.Module):
@@ -166,7 +172,7 @@ class TTModule(nn.Module):
                 loaded = state_dict.get(f"{prefix}rank_weight_{k}")
                 if loaded is not None and loaded.shape != weight.shape:
                     replace_data(weight, weight.new_ones(loaded.shape))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _fit_ranks(self, shapes: tuple[torch.Size, ...], name: str) -> None:
         own = tuple(core.shape for core in self.cores)
@@ -333,14 +339,8 @@ class TTLinear(TTModule):
 
     def _op_settings(self) -> dict[str, Any]:
         """The operator's settings that are not at their default, which graphs need not show."""
-        settings: dict[str, Any] = {}
-        if self.num_tokens_hint != DEFAULT_NUM_TOKENS:
-            settings["num_tokens_hint"] = self.num_tokens_hint
-        if self.plan_config.objective != "flops":
-            settings["objective"] = self.plan_config.objective
-        if self.plan_config.memory_limit_bytes is not None:
-            settings["memory_limit_bytes"] = self.plan_config.memory_limit_bytes
-        return settings
+        settings = {"num_tokens_hint": self.num_tokens_hint, **vars(self.plan_config)}
+        return {key: value for key, value in settings.items() if value != _OP_DEFAULTS[key]}
 
     def extra_repr(self) -> str:
         """Sizes, modes and ranks."""
@@ -462,10 +462,11 @@ class TTEmbedding(TTModule):
 
     def _oriented_weight(self) -> Tensor:
         table = self.dense_weight().t()
-        if self.padding_row is None:
+        if self.padding_row is None or self.padding_idx is None:
             return table
         rows = torch.arange(self.num_embeddings, device=table.device)
-        return torch.where((rows == self.padding_idx)[:, None], self.padding_row, table)
+        is_padding = rows.eq(self.padding_idx).unsqueeze(1)
+        return torch.where(is_padding, self.padding_row, table)
 
     def extra_repr(self) -> str:
         """Sizes, modes and ranks."""
@@ -473,7 +474,7 @@ class TTEmbedding(TTModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, {padding}{self._shape_text()}"
 
 
-def _without_chance(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def _without_chance(cls: Callable[..., Module], *args: Any, **kwargs: Any) -> Module:
     """Make a module without drawing numbers, so that the global generator stays where it is."""
     return cls(*args, device="meta", **kwargs)
 

@@ -18,7 +18,7 @@ from comera_fx.config import Layout
 from comera_fx.errors import InputError
 from comera_fx.tt import TTSpec
 
-_library = torch.library.Library("comera_fx", "DEF")
+_library: Any = torch.library.Library("comera_fx", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "tt_linear(Tensor x, Tensor[] cores, Tensor? bias, str layout, int num_in_modes, "
     "int in_features, int out_features, *, int num_tokens_hint=4096, str objective='flops', "
@@ -35,7 +35,7 @@ _library.define(
 
 
 @lru_cache(maxsize=4096)
-def spec_of(layout: str, num_in_modes: int, shapes: tuple[torch.Size, ...]) -> TTSpec:
+def spec_of(layout: str, num_in_modes: int, shapes: tuple[tuple[int, ...], ...]) -> TTSpec:
     """Return the spec of cores with these shapes.
 
     Args:
@@ -54,7 +54,11 @@ def spec_of(layout: str, num_in_modes: int, shapes: tuple[torch.Size, ...]) -> T
 
 
 def _spec(layout: str, num_in_modes: int, cores: list[Tensor]) -> TTSpec:
-    return spec_of(layout, num_in_modes, tuple(core.shape for core in cores))
+    shapes: tuple[tuple[int, ...], ...] = tuple(core.shape for core in cores)
+    if type(cores[0]) not in (Tensor, torch.nn.Parameter):
+        # A tracer may hold sizes as symbols; modes and ranks are never dynamic.
+        shapes = tuple(tuple(int(size) for size in shape) for shape in shapes)
+    return spec_of(layout, num_in_modes, shapes)
 
 
 def _is_dead(spec: TTSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Literal
 
@@ -38,7 +39,7 @@ def linear(
         objective: What the plan minimises.
         memory_limit_bytes: Limit of the plan's peak.
     """
-    num_tokens = x.shape[:-1].numel()
+    num_tokens = math.prod(x.shape[:-1])
     program = _linear_program(
         spec,
         _bucket(num_tokens, num_tokens_hint),

@@ -68,14 +68,9 @@ def _pair_tables(spec: TTSpec, num_ids: int, cut: int) -> LookupPlan:
     left, right = chain_network(spec, 0, cut), chain_network(spec, cut, spec.num_cores)
     left_path, left_flops = _tree(left)
     right_path, right_flops = _tree(right)
-    if spec.layout == "tt":
-        num_in = len(spec.in_modes)
-        rows = (prod(spec.in_modes[:cut]), prod(spec.in_modes[cut:]))
-        columns = (prod(spec.out_modes[: max(cut - num_in, 0)]),)
-        columns += (spec.out_size // columns[0],)
-    else:
-        rows = (prod(spec.in_modes[:cut]), prod(spec.in_modes[cut:]))
-        columns = (prod(spec.out_modes[:cut]), prod(spec.out_modes[cut:]))
+    num_out = max(cut - len(spec.in_modes), 0) if spec.layout == "tt" else cut
+    rows = (prod(spec.in_modes[:cut]), prod(spec.in_modes[cut:]))
+    columns = (prod(spec.out_modes[:num_out]), prod(spec.out_modes[num_out:]))
     rank = spec.ranks[cut]
     flops = left_flops + right_flops + 2 * num_ids * columns[0] * rank * columns[1]
     return LookupPlan(

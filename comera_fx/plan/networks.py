@@ -159,9 +159,7 @@ def chain_network(spec: TTSpec, first: int, last: int) -> Network:
         names=_core_names(spec)[first:last],
         indices=indices,
         target="dT",
-        target_indices="".join(
-            (*in_modes, letters.bonds[first], *out_modes, letters.bonds[last])
-        ),
+        target_indices="".join((*in_modes, letters.bonds[first], *out_modes, letters.bonds[last])),
         result="T",
         sizes=tuple((letter, size) for letter, size in letters.sizes if letter in kept),
     )

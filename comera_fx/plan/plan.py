@@ -139,7 +139,9 @@ class Plan:
 
     def __repr__(self) -> str:
         steps = self.steps
-        rows = [("", "step", "equation", "m x n x k", "FLOPs", "bytes", "kept")]
+        rows: list[tuple[str, ...]] = [
+            ("", "step", "equation", "m x n x k", "FLOPs", "bytes", "kept")
+        ]
         rows += [self._row(step) for step in (*steps.forward, *steps.backward)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [

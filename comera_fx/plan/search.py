@@ -7,8 +7,9 @@ tree over the leaves and the target, hung up at the target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from comera_fx.plan.networks import Network
@@ -35,13 +36,42 @@ def find_path(network: Network, minimize: str = "flops") -> SsaPath:
         Gray and Kourtis, "Hyper-optimized tensor network contraction", Quantum 2021; the
         exhaustive search is Pfeifer, Haegeman and Verstraete, Phys. Rev. E 90, 2014.
     """
-    sizes = {index: size for index, size in network.sizes if size > 1}
-    inputs = [tuple(index for index in leaf if index in sizes) for leaf in network.indices]
-    output = tuple(index for index in network.target_indices if index in sizes)
-    if len(inputs) == 1:
-        return ()
-    pairs = _optimizer(len(inputs), minimize).ssa_path(inputs, output, sizes)
-    return tuple(_as_pairs(pairs, len(inputs)))
+    size_of = {index: size for index, size in network.sizes if size > 1}
+    leaves = [frozenset(indices) & size_of.keys() for indices in network.indices]
+    output = frozenset(network.target_indices) & size_of.keys()
+    # Scalars are outside cotengra's search, which would multiply them in last of all.
+    connected = [leaf for leaf, indices in enumerate(leaves) if indices]
+    scalars = [leaf for leaf, indices in enumerate(leaves) if not indices]
+    tree = _search([leaves[leaf] for leaf in connected], output, size_of, minimize)
+    numbered = _renumber(tree, [*connected, *scalars])
+    for scalar in scalars[1:] if not connected else scalars:
+        numbered = _join_smallest(numbered, scalar, leaves, size_of)
+    return tuple(_ssa_pairs(numbered, len(leaves)))
+
+
+Tree = int | tuple["Tree", "Tree"]
+"""A leaf number, or the pair whose contraction makes the tensor."""
+
+
+def _search(
+    leaves: Sequence[frozenset[str]],
+    output: frozenset[str],
+    size_of: dict[str, int],
+    minimize: str,
+) -> Tree:
+    """Return cotengra's tree over leaves ``0 .. n - 1``."""
+    if len(leaves) <= 1:
+        return 0
+    # Sorted, since the order in which a set is walked differs from run to run.
+    inputs = [tuple(sorted(indices)) for indices in leaves]
+    path = _optimizer(len(inputs), minimize).ssa_path(inputs, tuple(sorted(output)), size_of)
+    tensors: list[Tree] = list(range(len(inputs)))
+    for group in path:
+        first, *rest = (tensors[member] for member in group)
+        for other in rest:
+            first = (first, other)
+        tensors.append(first)
+    return tensors[-1]
 
 
 def _optimizer(num_leaves: int, minimize: str) -> Any:
@@ -50,20 +80,47 @@ def _optimizer(num_leaves: int, minimize: str) -> Any:
     if num_leaves <= MAX_LEAVES_OPTIMAL:
         search_outer = num_leaves <= MAX_LEAVES_OUTER
         return cotengra.OptimalOptimizer(minimize=minimize, search_outer=search_outer)
-    return cotengra.RandomGreedyOptimizer(
-        max_repeats=NUM_GREEDY_RESTARTS, seed=0, parallel=False
-    )
+    return cotengra.RandomGreedyOptimizer(max_repeats=NUM_GREEDY_RESTARTS, seed=0, parallel=False)
 
 
-def _as_pairs(path: Any, num_leaves: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs only: cotengra may name one tensor alone, or several scalars at once."""
-    renamed = {leaf: leaf for leaf in range(num_leaves)}
-    made, number = num_leaves, num_leaves
-    for group in path:
-        tensors = [renamed[member] for member in group]
-        while len(tensors) > 1:
-            yield (tensors[0], tensors[1])
-            tensors = [made, *tensors[2:]]
-            made += 1
-        renamed[number] = tensors[0]
-        number += 1
+def _renumber(tree: Tree, numbers: Sequence[int]) -> Tree:
+    if isinstance(tree, int):
+        return numbers[tree]
+    return _renumber(tree[0], numbers), _renumber(tree[1], numbers)
+
+
+def _join_smallest(
+    tree: Tree, scalar: int, leaves: Sequence[frozenset[str]], size_of: dict[str, int]
+) -> Tree:
+    """Multiply a scalar into the smallest tensor of the tree."""
+
+    def walk(node: Tree) -> Iterator[tuple[int, Tree, frozenset[str]]]:
+        if isinstance(node, int):
+            indices = leaves[node]
+        else:
+            left, right = list(walk(node[0])), list(walk(node[1]))
+            yield from (*left, *right)
+            indices = left[-1][2] ^ right[-1][2]
+        yield prod(size_of[i] for i in indices), node, indices
+
+    _, smallest, _ = min(walk(tree), key=lambda entry: entry[0])
+
+    def replaced(node: Tree) -> Tree:
+        if node == smallest:
+            return (node, scalar)
+        return node if isinstance(node, int) else (replaced(node[0]), replaced(node[1]))
+
+    return replaced(tree)
+
+
+def _ssa_pairs(tree: Tree, num_leaves: int) -> list[tuple[int, int]]:
+    pairs: list[tuple[int, int]] = []
+
+    def number(node: Tree) -> int:
+        if isinstance(node, int):
+            return node
+        pairs.append((number(node[0]), number(node[1])))
+        return num_leaves + len(pairs) - 1
+
+    number(tree)
+    return pairs

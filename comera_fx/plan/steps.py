@@ -129,11 +129,7 @@ def make_steps(network: Network, path: SsaPath, wanted: Sequence[bool]) -> Steps
                 continue
             rest = frozenset(range(num_leaves)) - covers[child]
             is_leaf = child < num_leaves
-            name = (
-                f"d{network.names[child]}"
-                if is_leaf
-                else network.target + _name(network, rest)
-            )
+            name = f"d{network.names[child]}" if is_leaf else network.target + _name(network, rest)
             step = contract("backward", away[number], towards[sibling], name)
             backward.append(step)
             read.append(towards[sibling])

@@ -1,0 +1,202 @@
+"""Plans: exact costs as integers, texts, limits, sharing of messages."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comera_fx.errors import PlanError
+from comera_fx.modules import TTLinear
+from comera_fx.plan import plan_linear
+from comera_fx.spec import TTSpec
+
+SPEC = TTSpec("tt", (12, 8, 8), (8, 8, 12), (1, 12, 30, 30, 30, 12, 1))
+
+
+def spec_of(ins: list[int], outs: list[int], rank: int) -> TTSpec:
+    ranks = (1, *(rank,) * (len(ins) + len(outs) - 1), 1)
+    return TTSpec("tt", tuple(ins), tuple(outs), ranks).clipped()
+
+
+def modes(least: int, most: int, max_size: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(least, most), min_size=1, max_size=max_size)
+
+
+small_specs = st.builds(spec_of, modes(1, 5, 2), modes(1, 5, 2), st.integers(1, 6))
+wide_specs = st.builds(spec_of, modes(2, 16, 3), modes(2, 16, 3), st.integers(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "forward", "without_input_grad"),
+    [
+        (1, 78_912, 227_520),
+        (32, 2_004_480, 5_276_160),
+        (512, 25_044_480, 63_336_960),
+        (4096, 190_195_200, 476_213_760),
+    ],
+)
+def test_multiply_adds_of_the_paper_layer(num_tokens, forward, without_input_grad):
+    full = plan_linear(SPEC, num_tokens, objective="flops", needs_input_grad=True)
+    assert full.flops_forward == 2 * forward
+    assert full.flops_forward + full.flops_backward == 3 * 2 * forward
+    part = plan_linear(SPEC, num_tokens, objective="flops", needs_input_grad=False)
+    assert part.flops_forward + part.flops_backward == 2 * without_input_grad
+    assert full.flops_padding == full.flops_recomputed == 0
+
+
+def test_flops_equal_a_hand_count():
+    # modes 4,5,5 -> 5,4,5 at rank 3 and 1,000 tokens: L (100 x 3) and R (3 x 100) are built,
+    # then x L and (x L) R.
+    spec = TTSpec("tt", (4, 5, 5), (5, 4, 5), (1, 3, 3, 3, 3, 3, 1))
+    left = 4 * 3 * 5 * 3 + 20 * 3 * 5 * 3
+    right = 4 * 3 * 3 * 5 + 20 * 3 * 5 * 3
+    apply = 1000 * 100 * 3 * 2
+    plan = plan_linear(spec, 1000)
+    assert plan.flops_forward == 2 * (left + right + apply)
+    assert plan.flops_backward == 2 * plan.flops_forward
+
+
+def fixed_path_flops(spec: TTSpec, num_tokens: int) -> int:
+    """Contract all left cores to L, all right cores to R, then (x L) R."""
+    num_in = len(spec.in_modes)
+
+    def chain(first: int, last: int) -> int:
+        total, width = 0, spec.mode_sizes[first]
+        for k in range(first + 1, last):
+            total += (
+                width * spec.ranks[first] * spec.ranks[k] * spec.mode_sizes[k] * (spec.ranks[k + 1])
+            )
+            width *= spec.mode_sizes[k]
+        return total
+
+    def right_chain() -> int:
+        total, width = 0, spec.mode_sizes[-1]
+        for k in range(spec.num_cores - 2, num_in - 1, -1):
+            total += spec.ranks[k] * spec.mode_sizes[k] * spec.ranks[k + 1] * width
+            width *= spec.mode_sizes[k]
+        return total
+
+    middle = spec.ranks[num_in]
+    apply = num_tokens * middle * (spec.in_size + spec.out_size)
+    return 2 * (chain(0, num_in) + right_chain() + apply)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(wide_specs, st.sampled_from([1, 7, 64, 1000]))
+def test_never_more_flops_than_the_fixed_path(spec, num_tokens):
+    plan = plan_linear(spec, num_tokens)
+    assert plan.flops_forward <= fixed_path_flops(spec, num_tokens)
+    assert plan.flops_forward + plan.flops_backward == 3 * plan.flops_forward
+
+
+def all_trees(tensors):
+    """Every rooted binary tree over ``tensors`` as (cost, indices); leaves are index sets."""
+    if len(tensors) == 1:
+        yield 0, tensors[0]
+        return
+    first, *rest = tensors
+    for mask in range(1 << len(rest)):
+        inside = [first] + [t for k, t in enumerate(rest) if mask >> k & 1]
+        outside = [t for k, t in enumerate(rest) if not mask >> k & 1]
+        if not outside:
+            continue
+        for left_cost, left in all_trees(inside):
+            for right_cost, right in all_trees(outside):
+                union = left | right
+                cost = left_cost + right_cost + 2 * prod(SIZES[i] for i in union)
+                yield cost, left ^ right
+
+
+SIZES: dict[str, int] = {}
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(small_specs, st.sampled_from([1, 2, 9]))
+def test_fewest_flops_of_all_single_trees(spec, num_tokens):
+    plan = plan_linear(spec, num_tokens)
+    SIZES.clear()
+    SIZES.update(plan.network.size_of)
+    leaves = [frozenset(indices) for indices in plan.network.indices]
+    assert plan.flops_forward == min(cost for cost, _ in all_trees(leaves))
+
+
+def test_repr_is_a_table_with_totals_and_dense_beside_it():
+    text = repr(plan_linear(TTSpec("tt", (4,), (6,), (1, 2, 1)), 8))
+    assert "dense  forward 384  backward 768" in text
+    assert "bytes  peak" in text
+
+
+def test_networkx_holds_every_message_once():
+    plan = plan_linear(SPEC, 512)
+    graph = plan.to_networkx()
+    steps = (*plan.steps.forward, *plan.steps.backward)
+    assert len({step.out.name for step in steps}) == len(steps)
+    made = [name for name, kind in graph.nodes(data="kind") if kind not in ("leaf", "target")]
+    assert sorted(made) == sorted(step.out.name for step in steps)
+    assert sum(graph.nodes[name]["flops"] for name in made) == (
+        plan.flops_forward + plan.flops_backward
+    )
+    assert graph.nodes["y"]["kind"] == "result"
+    assert graph.nodes["dx"]["kind"] == "gradient"
+    assert {name for name, saved in graph.nodes(data="saved") if saved} >= {"x", "G1"}
+
+
+def test_unwanted_input_gradient_is_not_computed():
+    names = [
+        step.out.name for step in plan_linear(SPEC, 512, needs_input_grad=False).steps.backward
+    ]
+    assert "dx" not in names
+    assert [f"dG{k}" in names for k in range(1, 7)] == [True] * 6
+
+
+@pytest.mark.parametrize("num_tokens", [512, 4096])
+def test_at_large_batches_nothing_is_copied_and_the_bias_is_fused(num_tokens):
+    program = plan_linear(SPEC, num_tokens).program
+    assert program.copied_bytes == 0
+    assert program.bias_fits
+
+
+def test_saved_bytes_are_what_autograd_keeps():
+    spec = TTSpec("tt", (8, 16, 8), (8, 16, 8), (1, 8, 32, 32, 32, 8, 1))
+    layer = TTLinear(spec, 1024, 1024)
+    x = torch.randn(8192, 1024, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    cores = {core.data_ptr() for core in layer.cores}
+    measured = sum(size for pointer, size in kept.items() if pointer not in cores)
+    plan = plan_linear(spec, 8192)
+    assert measured == plan.saved_bytes
+    dense = (x.numel() + 1024 * 1024) * 4
+    assert sum(kept.values()) <= dense
+
+
+def test_memory_limit_refuses_plans_above_it():
+    peak = plan_linear(SPEC, 512).peak_bytes
+    assert plan_linear(SPEC, 512, memory_limit_bytes=peak).peak_bytes <= peak
+    with pytest.raises(PlanError, match="stays below the memory limit") as caught:
+        plan_linear(SPEC, 512, memory_limit_bytes=1000)
+    assert caught.value.mend == "raise the limit, or use smaller batches or ranks"
+
+
+def test_no_tokens_is_an_error():
+    with pytest.raises(PlanError, match="at least one token"):
+        plan_linear(SPEC, 0)
+
+
+@pytest.mark.parametrize("num_cores", range(2, 13))
+def test_chains_of_any_length_have_a_plan(num_cores):
+    num_in = num_cores // 2
+    spec = TTSpec(
+        "tt", (2,) * num_in, (2,) * (num_cores - num_in), (1, *(3,) * (num_cores - 1), 1)
+    ).clipped()
+    plan = plan_linear(spec, 16)
+    assert plan.flops_backward == 2 * plan.flops_forward
+    assert plan.flops_forward <= fixed_path_flops(spec, 16)
