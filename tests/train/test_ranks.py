@@ -1,0 +1,252 @@
+"""RankAdapter: stages, targets, cuts in mid-training, resume, and what it refuses."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from comera_fx.config import RankConfig
+from comera_fx.errors import ComeraError, RankError
+from comera_fx.modules import TTLinear
+from comera_fx.spec import TTSpec
+from comera_fx.train import RankAdapter, param_groups
+from comera_fx.train.size import SizeOf
+
+STUDENT = TTSpec("tt", (4, 8), (8, 4), (1, 4, 16, 4, 1))
+
+
+def make(rank_lr=3e-2, **config):
+    torch.manual_seed(1)
+    model = nn.Sequential(TTLinear(STUDENT, 32, 32), nn.Tanh(), TTLinear(STUDENT, 32, 32))
+    optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, rank_lr=rank_lr))
+    return model, optimizer, RankAdapter(model, optimizer, RankConfig(**config))
+
+
+def batch(step):
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+    return x, torch.tanh(x.roll(1, 1))
+
+
+def train(model, optimizer, adapter, steps):
+    losses = []
+    for step in steps:
+        x, y = batch(step)
+        task = nn.functional.mse_loss(model(x), y)
+        loss = adapter.loss(task)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        adapter.step()
+        losses.append(task.item())
+    return losses
+
+
+def test_size_is_the_parameter_count_and_the_surrogate_its_l1_form():
+    model, _, adapter = make()
+    sizes = SizeOf([model[0], model[2]], 0.01)()
+    assert sizes.size.item() == adapter.size == 2 * STUDENT.num_params
+    assert sizes.surrogate.item() == pytest.approx(adapter.size)
+    with torch.no_grad():
+        model[0].rank_weight_2.mul_(0.5)
+        model[0].rank_weight_2[0] = 0.0
+    sizes = SizeOf([model[0], model[2]], 0.01)()
+    one_less = TTSpec("tt", (4, 8), (8, 4), (1, 4, 15, 4, 1))
+    assert sizes.size.item() == STUDENT.num_params + one_less.num_params
+    outer = 4 * 4 + 4 * 4
+    expected = STUDENT.num_params + outer + 8 * 4 * 7.5 + 7.5 * 8 * 4
+    assert sizes.surrogate.item() == pytest.approx(expected)
+
+
+def test_the_stages_follow_one_another():
+    model, optimizer, adapter = make(warmup_steps=5, early_steps=10, target_ratio=0.9)
+    seen = []
+    for step in range(20):
+        seen.append(adapter.stage)
+        train(model, optimizer, adapter, [step])
+    assert seen == ["warmup"] * 5 + ["early"] * 10 + ["late"] * 5
+    assert [entry["stage"] for entry in adapter.history if entry["step"] in (5, 15)] == [
+        "early",
+        "late",
+    ]
+
+
+def test_warmup_trains_the_task_loss_alone():
+    _, _, adapter = make(warmup_steps=5)
+    task = torch.tensor(2.0, requires_grad=True)
+    assert adapter.loss(task) is task
+
+
+def test_early_penalty():
+    _, _, adapter = make(gamma=0.5, beta=0.0)
+    assert adapter.loss(torch.tensor(2.0)).item() == pytest.approx(2.5)
+    model, _, adapter = make(gamma=0.0, beta=1.0)
+    norm = sum(core.square().sum() for layer in (model[0], model[2]) for core in layer.cores)
+    assert adapter.loss(torch.tensor(2.0)).item() == pytest.approx(2.0 + norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("lagging", ["loss", "size"])
+def test_late_stage_works_on_the_objective_that_lags(lagging):
+    _, _, adapter = make(target_ratio=0.5, early_steps=1, rho=0.1)
+    adapter.loss(torch.tensor(1.0))
+    adapter.step()
+    assert adapter.stage == "late"
+    # The size is at twice its target, so its lag is 1; the loss lags more from 2 on.
+    value = 4.0 if lagging == "loss" else 0.5
+    task = torch.tensor(value, requires_grad=True)
+    weights = [w for w in adapter.optimizer.param_groups[-1]["params"]]
+    result = adapter.loss(task)
+    grads = torch.autograd.grad(result, [task, *weights])
+    scale = 1 / 1.1
+    main, both = (value, 0.1 * (value + 2)) if lagging == "loss" else (2.0, 0.1 * (value + 2))
+    assert result.item() == pytest.approx(scale * (main + both), rel=1e-4)
+    assert grads[0].item() == pytest.approx(1.0 if lagging == "loss" else 0.1 * scale, rel=1e-5)
+    assert all((grad > 0).all() for grad in grads[1:])
+
+
+def test_training_shrinks_to_the_target_and_not_far_below():
+    model, optimizer, adapter = make(target_ratio=0.5, early_steps=20, rho=0.5)
+    parameters = {id(p) for p in model.parameters()}
+    losses = train(model, optimizer, adapter, range(300))
+    assert adapter.size <= adapter.target_size
+    largest_rank = max(
+        2 * mode * 16 for mode in STUDENT.mode_sizes
+    )  # one rank more could cost this much
+    assert adapter.size > adapter.target_size - largest_rank
+    assert sum(p.numel() for layer in (model[0], model[2]) for p in layer.cores) == adapter.size
+    assert {id(p) for p in model.parameters()} == parameters
+    assert losses[-1] < losses[0]
+    sizes = [entry["size"] for entry in adapter.history]
+    assert sizes == sorted(sizes, reverse=True)
+    assert adapter.history[-1]["ranks"] == adapter.ranks
+
+
+def test_all_parameters_move_after_a_cut_and_the_state_has_their_shape():
+    model, optimizer, adapter = make(target_ratio=0.5, early_steps=10, rho=0.5)
+    train(model, optimizer, adapter, range(150))
+    assert adapter.size < adapter.initial_size
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, optimizer, adapter, range(150, 155))
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+
+
+def test_a_resumed_run_gives_the_same_numbers():
+    config = {"target_ratio": 0.5, "early_steps": 20, "rho": 0.5}
+    model, optimizer, adapter = make(**config)
+    train(model, optimizer, adapter, range(120))
+    assert adapter.size < adapter.initial_size
+    stored = io.BytesIO()
+    state = [part.state_dict() for part in (model, optimizer, adapter)]
+    torch.save(state, stored)
+    straight = train(model, optimizer, adapter, range(120, 160))
+
+    model2, optimizer2, adapter2 = make(**config)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=True)
+    for part, values in zip((model2, optimizer2, adapter2), loaded, strict=True):
+        part.load_state_dict(values)
+    assert train(model2, optimizer2, adapter2, range(120, 160)) == straight
+    assert adapter2.history == adapter.history
+    for a, b in zip(model.parameters(), model2.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_min_rank_and_exclude():
+    model, optimizer, adapter = make(
+        rank_lr=0.1, gamma=100.0, min_rank=2, exclude=("2",), prune_every=5
+    )
+    train(model, optimizer, adapter, range(60))
+    assert adapter.ranks == {"0": [2, 2, 2]}
+    assert model[2].spec == STUDENT
+    assert model[2].rank_weights == ()
+
+
+def test_ranks_may_fall_to_zero():
+    model, optimizer, adapter = make(rank_lr=0.1, gamma=100.0, prune_every=5)
+    train(model, optimizer, adapter, range(60))
+    assert adapter.ranks == {"0": [0, 0, 0], "2": [0, 0, 0]}
+    assert adapter.size == 0
+    train(model, optimizer, adapter, range(60, 62))
+
+
+@pytest.mark.parametrize("target", [0.999, 1e-6])
+def test_extreme_targets(target):
+    model, optimizer, adapter = make(rank_lr=0.1, target_ratio=target, early_steps=5)
+    losses = train(model, optimizer, adapter, range(60))
+    assert all(loss == loss for loss in losses)
+
+
+def test_targets_in_parameters_and_bytes_agree():
+    assert make(target_params=600)[2].target_size == 600
+    assert make(target_bytes=2400)[2].target_size == 600
+
+
+def test_a_loss_that_is_not_finite_prunes_nothing():
+    _, _, adapter = make(gamma=1.0, prune_every=1)
+    for weight in adapter.optimizer.param_groups[-1]["params"]:
+        weight.data.zero_()
+    adapter.loss(torch.tensor(float("nan")))
+    adapter.step()
+    assert adapter.size == adapter.initial_size
+
+
+def test_forgetting_step_warns_once():
+    _, _, adapter = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(300):
+            adapter.loss(torch.tensor(1.0))
+    assert ["without RankAdapter.step" in str(warning.message) for warning in caught] == [True]
+
+
+def test_a_plain_optimizer_gets_a_group_for_the_rank_weights():
+    model = nn.Sequential(TTLinear(STUDENT, 32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, weight_decay=0.1)
+    RankAdapter(model, optimizer)
+    group = optimizer.param_groups[-1]
+    assert group["lr"] == pytest.approx(0.1)
+    assert group["weight_decay"] == 0.0
+    assert all(a is b for a, b in zip(group["params"], model[0].rank_weights, strict=True))
+
+
+def test_param_groups_hold_every_trainable_parameter_once():
+    model = nn.Sequential(TTLinear(STUDENT, 32, 32), nn.LayerNorm(32), nn.Linear(32, 2))
+    model[2].bias.requires_grad_(False)
+    groups = param_groups(model, lr=1e-3, rank_lr=5e-3, weight_decay=0.1)
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]
+    assert {p.ndim for p in decayed} == {2, 3}
+    assert [g["lr"] for g in groups] == [1e-3, 1e-3, 1e-3, 5e-3]
+
+
+def dense_then_optimized():
+    dense = nn.Sequential(nn.Linear(32, 32))
+    optimizer = torch.optim.AdamW(dense.parameters())
+    return nn.Sequential(TTLinear.from_linear(dense[0], STUDENT)), optimizer
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda: RankAdapter(*dense_then_optimized()), "optimizer does not hold the model's cores"),
+        (
+            lambda: RankAdapter(nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)])),
+            "no TT layer whose ranks could adapt",
+        ),
+        (lambda: param_groups(nn.Linear(2, 2), lr=1e-3), "no TT layer"),
+        (lambda: make()[2].loss(torch.ones(2)), "needs a scalar"),
+        (
+            lambda: make()[2].load_state_dict({**make()[2].state_dict(), "ranks": {"0": [1]}}),
+            "other ranks than the model has",
+        ),
+    ],
+)
+def test_refusals(call, problem):
+    with pytest.raises(RankError, match=problem) as caught:
+        call()
+    assert isinstance(caught.value, ComeraError)
+    assert len(str(caught.value).splitlines()) == 4
