@@ -1,0 +1,167 @@
+"""Errors say four things and survive pickling; every setting out of range is refused with one."""
+
+import copy
+import pickle
+from dataclasses import fields
+
+import pytest
+
+from comera_fx import errors
+from comera_fx.config import OptimizeConfig, PlanConfig, RankConfig
+from comera_fx.errors import ComeraError, ConfigError
+
+CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, ValueError)]
+
+
+def test_there_is_a_class_per_stage():
+    assert sorted(c.__name__ for c in CLASSES) == [
+        "CaptureError",
+        "ComeraError",
+        "ConfigError",
+        "InputError",
+        "PlanError",
+        "RankError",
+        "SpecError",
+        "WeightError",
+    ]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_an_error_is_four_lines(cls):
+    error = cls("fc1 is wrong", got=(7, 6), expected="at most (6, 6)", mend="give larger modes")
+    assert isinstance(error, ComeraError)
+    assert str(error) == (
+        "fc1 is wrong\n"
+        "  got:      (7, 6)\n"
+        "  expected: at most (6, 6)\n"
+        "  mend:     give larger modes"
+    )
+    assert cls.__doc__
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("duplicate", [lambda e: pickle.loads(pickle.dumps(e)), copy.deepcopy])
+def test_an_error_can_be_pickled_and_copied(cls, duplicate):
+    error = cls("fc1 is wrong", got=(7, 6), expected="at most (6, 6)", mend="give larger modes")
+    again = duplicate(error)
+    assert type(again) is cls
+    assert str(again) == str(error)
+    assert (again.problem, again.got, again.expected, again.mend) == (
+        "fc1 is wrong",
+        (7, 6),
+        "at most (6, 6)",
+        "give larger modes",
+    )
+
+
+NAN, INF = float("nan"), float("inf")
+COUNT_1 = ("an int of at least 1", "give an int, 1 or more")
+COUNT_0 = ("an int of at least 0", "give an int, 0 or more")
+RANKS = ("an int of at least 1, or a tuple", "write 30 or (1, 12, 30, 30, 30, 12, 1)")
+MODES = ("a pair (in_modes, out_modes)", "write ((12, 8, 8), (8, 8, 12))")
+WEIGHT = ("a finite number, 0 or more", "give 0 to switch it off")
+REFUSED = [
+    (PlanConfig, "objective", ["time", None], ("'flops'", "use objective='flops'")),
+    (
+        PlanConfig,
+        "memory_limit_bytes",
+        [0, -1, 1.5, True, "1GB"],
+        ("a positive number of bytes, or None", "leave it None for no limit"),
+    ),
+    (OptimizeConfig, "max_rank", [0, -3, 2.5, None, True, "32"], COUNT_1),
+    (OptimizeConfig, "min_params", [-1, 0.5, None], COUNT_0),
+    (OptimizeConfig, "num_tokens_hint", [0, 1e3], COUNT_1),
+    (OptimizeConfig, "tol", [-0.1, 1, 5.0, NAN], ("a relative error", "use tol=0.05 for 5 %")),
+    (
+        OptimizeConfig,
+        "init",
+        ["zeros", None],
+        ("'decompose' or 'random'", "use 'decompose' for trained weights, 'random' from scratch"),
+    ),
+    (
+        OptimizeConfig,
+        "layouts",
+        [{"fc1": "cp"}],
+        ("'tt' or 'ttm'", "use 'tt' for linear layers, 'ttm' for embeddings"),
+    ),
+    (OptimizeConfig, "targets", ["fc1"], ("a sequence of patterns", "write targets=['fc1']")),
+    (OptimizeConfig, "exclude", ["fc1"], ("a sequence of patterns", "write exclude=['fc1']")),
+    (OptimizeConfig, "ranks", [{"fc1": bad} for bad in (0, 2.5, (), (1, 0, 1), "8", True)], RANKS),
+    (
+        OptimizeConfig,
+        "modes",
+        [{"fc1": bad} for bad in (8, (), ((8, 8),), ((8, 8), ()), ((8, 0), (8,)), ((2.0,), (8,)))],
+        MODES,
+    ),
+    (RankConfig, "method", ["magnitude"], ("'comera'", "use method='comera'")),
+    (
+        RankConfig,
+        "target_ratio",
+        [0, -0.5, 1.5, NAN],
+        ("0 < target_ratio <= 1", "use target_ratio=0.5 for half"),
+    ),
+    (RankConfig, "target_params", [0, 2.5, True], ("a positive int, or None", "positive int")),
+    (RankConfig, "target_bytes", [0, 2.5], ("a positive int, or None", "give a positive int")),
+    (RankConfig, "gamma", [-1, INF, NAN, "1", None], WEIGHT),
+    (RankConfig, "beta", [-1e-9, INF], WEIGHT),
+    (RankConfig, "threshold", [-0.01, NAN], WEIGHT),
+    (
+        RankConfig,
+        "threshold",
+        [1, 2.0],
+        ("below 1, the value at which rank weights start", "use the default, 0.01"),
+    ),
+    (RankConfig, "w1", [-1, INF], WEIGHT),
+    (RankConfig, "w2", [-1, NAN], WEIGHT),
+    (RankConfig, "rho", [-1, "0.1"], WEIGHT),
+    (RankConfig, "warmup_steps", [-1, 0.5], COUNT_0),
+    (RankConfig, "early_steps", [-1, 1.5], ("an int, 0 or more, or None", "leave it None")),
+    (RankConfig, "prune_every", [0, None], COUNT_1),
+    (RankConfig, "min_rank", [-1, True], COUNT_0),
+    (RankConfig, "exclude", ["fc1"], ("a sequence of patterns", "write exclude=['fc1']")),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value", "texts"),
+    [(cls, field, value, texts) for cls, field, values, texts in REFUSED for value in values],
+)
+def test_a_setting_out_of_range_is_refused(config, field, value, texts):
+    with pytest.raises(ConfigError) as caught:
+        config(**{field: value})
+    name = f"{config.__name__}.{field}" + ("['fc1']" if isinstance(value, dict) else "")
+    got = value["fc1"] if isinstance(value, dict) else value
+    expected, mend = texts
+    problem, *lines = str(caught.value).splitlines()
+    assert problem == f"{name} is out of range"
+    assert lines[0] == f"  got:      {got!r}"
+    assert lines[1].startswith(f"  expected: {expected}")
+    assert lines[2].startswith("  mend:     ")
+    assert mend in lines[2]
+
+
+@pytest.mark.parametrize("config", [PlanConfig, OptimizeConfig, RankConfig])
+def test_every_setting_with_a_range_is_tried(config):
+    free = {"plan", "seed", "only_if_faster"}
+    tried = {field for cls, field, _, _ in REFUSED if cls is config}
+    assert tried == {field.name for field in fields(config)} - free
+
+
+def test_two_targets_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        RankConfig(target_ratio=0.5, target_bytes=4096)
+    assert str(caught.value) == (
+        "RankConfig target is out of range\n"
+        "  got:      {'target_ratio': 0.5, 'target_params': None, 'target_bytes': 4096}\n"
+        "  expected: at most one target\n"
+        "  mend:     keep one of the three"
+    )
+
+
+def test_settings_at_the_ends_of_their_ranges_are_taken():
+    PlanConfig(memory_limit_bytes=1)
+    OptimizeConfig(max_rank=1, min_params=0, num_tokens_hint=1, tol=0)
+    OptimizeConfig(ranks={"a": 1, "b": (1, 4, 1)}, modes={"a": ([4, 4], [2, 8])}, targets=[])
+    RankConfig(target_ratio=1, threshold=0, early_steps=0, warmup_steps=0, prune_every=1)
+    RankConfig(gamma=0, beta=0, w1=0, w2=0, rho=0, min_rank=0, exclude=["head"])
+    assert RankConfig(target_params=1).target_params == 1
