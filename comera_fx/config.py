@@ -18,6 +18,10 @@ def _check(holds: bool, name: str, got: object, expected: str, mend: str) -> Non
         raise ConfigError(f"{name} is out of range", got=repr(got), expected=expected, mend=mend)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -113,7 +117,7 @@ class OptimizeConfig:
                 f"give an int, {least} or more",
             )
         _check(
-            self.tol is None or 0 <= self.tol < 1,
+            self.tol is None or (_is_number(self.tol) and 0 <= self.tol < 1),
             "OptimizeConfig.tol",
             self.tol,
             "a relative error, 0 <= tol < 1, or None",
@@ -228,7 +232,7 @@ class RankConfig:
         )
         ratio = self.target_ratio
         _check(
-            ratio is None or 0 < ratio <= 1,
+            ratio is None or (_is_number(ratio) and 0 < ratio <= 1),
             "RankConfig.target_ratio",
             ratio,
             "0 < target_ratio <= 1, a share of the TT size at the start",
@@ -249,7 +253,7 @@ class RankConfig:
         for name in ("gamma", "beta", "threshold", "w1", "w2", "rho"):
             value = getattr(self, name)
             _check(
-                isinstance(value, (int, float)) and 0 <= value < float("inf"),
+                _is_number(value) and 0 <= value < float("inf"),
                 f"RankConfig.{name}",
                 value,
                 "a finite number, 0 or more",

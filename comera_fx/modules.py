@@ -20,7 +20,7 @@ from comera_fx.config import PlanConfig
 from comera_fx.errors import SpecError
 from comera_fx.lazy import LazyWeight
 from comera_fx.ops import spec_of
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 
 DEFAULT_NUM_TOKENS = 4096
 _OP_DEFAULTS: dict[str, Any] = {

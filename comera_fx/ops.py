@@ -16,7 +16,7 @@ from torch import Tensor
 from comera_fx import lower
 from comera_fx.config import Layout
 from comera_fx.errors import InputError
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 
 _library: Any = torch.library.Library("comera_fx", "DEF")  # type: ignore[no-untyped-call]
 _library.define(

@@ -15,7 +15,7 @@ from comera_fx.plan.networks import Network, dense_network
 from comera_fx.plan.plan import plan_linear
 from comera_fx.plan.program import Program, cached_program
 from comera_fx.plan.search import find_path
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 
 
 def linear(

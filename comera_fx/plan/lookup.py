@@ -14,7 +14,7 @@ from math import prod
 from comera_fx.plan.networks import Network, chain_network
 from comera_fx.plan.search import SsaPath, find_path
 from comera_fx.plan.steps import make_steps
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from string import ascii_letters
 
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 
 TOKENS = "b"
 """The index of the input rows: the only one whose size may differ from call to call."""

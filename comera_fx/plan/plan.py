@@ -13,7 +13,7 @@ from comera_fx.plan.networks import Network, linear_network
 from comera_fx.plan.program import Program, cached_program
 from comera_fx.plan.search import SsaPath, find_path
 from comera_fx.plan.steps import Message, Step, Steps, make_steps
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 
 if TYPE_CHECKING:
     import networkx

@@ -92,7 +92,7 @@ def make_steps(network: Network, path: SsaPath, wanted: Sequence[bool]) -> Steps
 
     Example:
         >>> from comera_fx.plan.networks import linear_network
-        >>> from comera_fx.tt import TTSpec
+        >>> from comera_fx.spec import TTSpec
         >>> network = linear_network(TTSpec("tt", (4,), (5,), (1, 3, 1)), 2)
         >>> steps = make_steps(network, ((0, 1), (3, 2)), (True, True, True))
         >>> [step.out.name for step in (*steps.forward, *steps.backward)]
