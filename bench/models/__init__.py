@@ -1,0 +1,1 @@
+"""Models that benchmarks and tests share, in plain PyTorch."""

@@ -1,0 +1,284 @@
+"""Decide per layer: the tensor-train shape it gets, or the reason why it stays dense."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from torch import nn
+
+from comera_fx import plan
+from comera_fx.candidates import Candidate, find_candidates, structural_reasons
+from comera_fx.config import Layout, OptimizeConfig, Ranks
+from comera_fx.errors import ConfigError, PlanError, SpecError
+from comera_fx.shapes import choose_modes
+from comera_fx.tt import TTSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What is done with one layer.
+
+    Args:
+        candidate: The layer.
+        spec: Its shape in TT form, ``None`` if it stays dense.
+        reason: Why it stays dense; equal for all layers with the same reason.
+        detail: The figures behind the reason.
+        num_tokens: Rows of input planned for.
+        named: Whether ``modes``, ``ranks`` or ``targets`` name it.
+    """
+
+    candidate: Candidate
+    spec: TTSpec | None
+    reason: str
+    detail: str
+    num_tokens: int
+    named: bool
+
+
+def decide(
+    model: nn.Module,
+    config: OptimizeConfig,
+    *,
+    called: frozenset[str],
+    num_tokens: Mapping[str, int],
+    functional: Mapping[str, str],
+) -> list[Choice]:
+    """Choose for every layer of ``model`` that holds a weight matrix; nothing is changed.
+
+    Args:
+        model: The model.
+        config: What is wanted.
+        called: Names of the layers that the captured graph calls.
+        num_tokens: Rows of input seen, by name; empty if the model was not run.
+        functional: Weights read without a call of their layer, ``"fc.weight"`` to a node's text.
+
+    Returns:
+        One choice per layer, in the order of the model's modules.
+
+    Raises:
+        ConfigError: If a pattern matches no layer.
+        SpecError: If modes or ranks that were given do not fit their layer.
+    """
+    candidates = find_candidates(model)
+    _check_patterns(config, model, candidates)
+    reasons = structural_reasons(model, candidates)
+    choices = []
+    for candidate in candidates:
+        name = candidate.name
+        tokens = num_tokens.get(name) or config.num_tokens_hint
+        reason = (reasons.get(name, ""), "")
+        if not reason[0]:
+            reason = _use_reason(name, called, num_tokens, functional)
+        if not reason[0]:
+            reason = _wish_reason(candidate, config)
+        spec, named = None, _is_named(candidate, config)
+        if not reason[0]:
+            spec = _spec(candidate, config)
+            # With a tolerance the ranks are known only once the weight has been decomposed.
+            if config.tol is None or config.init == "random":
+                reason = cost_reason(candidate, spec, tokens, config, named=named)
+        choices.append(Choice(candidate, None if reason[0] else spec, *reason, tokens, named))
+    return choices
+
+
+def cost_reason(
+    candidate: Candidate, spec: TTSpec, num_tokens: int, config: OptimizeConfig, *, named: bool
+) -> tuple[str, str]:
+    """Return why TT form would cost more than dense, and the figures; two empty texts if not.
+
+    Args:
+        candidate: The layer.
+        spec: Its shape in TT form.
+        num_tokens: Rows of input to plan for.
+        config: Says whether speed counts, and how to plan.
+        named: Whether the layer was named by the user, which leaves speed out.
+    """
+    if spec.num_params > candidate.num_params:
+        figures = f"{spec.num_params:,} > {candidate.num_params:,}"
+        return "TT form would hold more parameters than dense", figures
+    if candidate.kind != "linear":
+        return "", ""
+    weight = candidate.module.weight
+    assert isinstance(weight, nn.Parameter), "structural reasons come first"
+    try:
+        planned = plan.plan_linear(
+            spec,
+            num_tokens,
+            config.plan.objective,
+            memory_limit_bytes=config.plan.memory_limit_bytes,
+            itemsize=weight.element_size(),
+        )
+    except PlanError as error:
+        return f"no plan for {num_tokens:,} tokens is within memory_limit_bytes", error.expected
+    in_size, out_size = candidate.sizes
+    flops, dense_flops = (
+        planned.flops_forward + planned.flops_backward,
+        6 * num_tokens * in_size * out_size,
+    )
+    if config.only_if_faster and not named and flops > dense_flops:
+        figures = f"{flops:,} > {dense_flops:,}"
+        return f"TT form would take more FLOPs than dense at {num_tokens:,} tokens", figures
+    return "", ""
+
+
+def refuse_if_nothing(choices: Sequence[Choice]) -> None:
+    """Raise if no layer gets a TT form.
+
+    Raises:
+        ConfigError: With one entry per reason.
+    """
+    if any(choice.spec is not None for choice in choices):
+        return
+    names_of: dict[str, list[str]] = {}
+    for choice in choices:
+        names_of.setdefault(choice.reason, []).append(choice.candidate.shown)
+    got = "; ".join(f"{_listed(names)}: {reason}" for reason, names in names_of.items())
+    raise ConfigError(
+        "nothing in the model would be compressed",
+        got=got or "a model without weight matrices",
+        expected="an nn.Linear or nn.Embedding that is supported, asked for and large enough",
+        mend="change targets, exclude, min_params, max_rank or only_if_faster, as the reasons say",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 3 else f"{len(names)} layers ({names[0]}, ...)"
+
+
+# ---- reasons ----
+
+
+def _use_reason(
+    name: str,
+    called: frozenset[str],
+    num_tokens: Mapping[str, int],
+    functional: Mapping[str, str],
+) -> tuple[str, str]:
+    weight_name = f"{name}.weight" if name else "weight"
+    if weight_name in functional:
+        text = "its weight is also read without calling the layer: not supported yet"
+        return text, functional[weight_name]
+    if num_tokens and name not in num_tokens:
+        return "not called on the example_inputs", ""
+    if name not in called:
+        return "no call of it is in the captured graph", ""
+    return "", ""
+
+
+def _wish_reason(candidate: Candidate, config: OptimizeConfig) -> tuple[str, str]:
+    if _matches_any(config.exclude, candidate):
+        return "excluded", ""
+    if config.targets is not None and not _matches_any(config.targets, candidate):
+        return "not among the targets", ""
+    if candidate.num_params < max(config.min_params, 1):
+        return f"fewer than min_params={config.min_params:,} weights", f"{candidate.num_params:,}"
+    return "", ""
+
+
+# ---- patterns ----
+
+
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _matches_any(patterns: Iterable[str], candidate: Candidate) -> bool:
+    return any(_matches(pattern, candidate.names) for pattern in patterns)
+
+
+def _first(patterns: Mapping[str, T], candidate: Candidate) -> T | None:
+    found = (value for key, value in patterns.items() if _matches(key, candidate.names))
+    return next(found, None)
+
+
+def _is_named(candidate: Candidate, config: OptimizeConfig) -> bool:
+    named = (*config.modes, *config.ranks, *(config.targets or ()))
+    return _matches_any(named, candidate)
+
+
+def _check_patterns(
+    config: OptimizeConfig, model: nn.Module, candidates: Sequence[Candidate]
+) -> None:
+    names = [name for candidate in candidates for name in candidate.names]
+    # A leaf without a matrix, such as a norm, may be named: there is nothing to misunderstand.
+    leaves = [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if not any(module.children())
+    ]
+    fields: dict[str, Iterable[str]] = {
+        "modes": config.modes,
+        "ranks": config.ranks,
+        "layouts": config.layouts,
+        "targets": config.targets or (),
+        "exclude": config.exclude,
+    }
+    for field, patterns in fields.items():
+        for pattern in patterns:
+            if not _matches(pattern, (*names, *leaves)):
+                _refuse_pattern(field, pattern, names)
+
+
+def _refuse_pattern(field: str, pattern: str, names: list[str]) -> None:
+    inside = f"{pattern}.*"
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0)
+    raise ConfigError(
+        f"OptimizeConfig.{field} has a pattern that matches no layer",
+        got=repr(pattern),
+        expected="an fnmatch pattern over qualified names; the closest are "
+        + (", ".join(map(repr, close)) or "none: no layer holds a weight matrix"),
+        mend=f"write {inside!r} for the layers inside"
+        if _matches(inside, names)
+        else "correct the name, or use a wildcard such as '*.fc1'",
+    )
+
+
+# ---- shapes ----
+
+
+def _spec(candidate: Candidate, config: OptimizeConfig) -> TTSpec:
+    default: Layout = "tt" if candidate.kind == "linear" else "ttm"
+    layout = _first(config.layouts, candidate) or default
+    ranks = _first(config.ranks, candidate) or config.max_rank
+    in_modes, out_modes = _modes(candidate, config, layout, ranks)
+    num_cores = len(in_modes) + (len(out_modes) if layout == "tt" else 0)
+    asked = ranks if isinstance(ranks, tuple) else (1, *[ranks] * (num_cores - 1), 1)
+    try:
+        return TTSpec(layout, in_modes, out_modes, asked).clipped()
+    except SpecError as error:
+        raise SpecError(
+            f"the shape asked for {candidate.shown} is malformed: {error.problem}",
+            got=f"{error.got}, with modes {in_modes} -> {out_modes}",
+            expected=error.expected,
+            mend=error.mend,
+        ) from error
+
+
+def _modes(
+    candidate: Candidate, config: OptimizeConfig, layout: Layout, ranks: Ranks
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    given = _first(config.modes, candidate)
+    in_size, out_size = candidate.sizes
+    if given is None:
+        max_rank = max(ranks) if isinstance(ranks, tuple) else ranks
+        choice = choose_modes(in_size, out_size, layout=layout, max_rank=max_rank)
+        return choice.in_modes, choice.out_modes
+    spec = (tuple(given[0]), tuple(given[1]))
+    for side, modes, size in zip(("in", "out"), spec, (in_size, out_size), strict=True):
+        product = 1
+        for mode in modes:
+            product *= mode
+        if product < size:
+            raise SpecError(
+                f"the {side}_modes given for {candidate.shown} are too small",
+                got=f"{modes}, whose product is {product}",
+                expected=f"a product of at least {size}, the layer's {side} size",
+                mend=f"enlarge the modes; a product above {size} is padded",
+            )
+    return spec

@@ -1,0 +1,1 @@
+"""Graph rewrites, one a file, run by ``pipeline.run_pipeline``."""

@@ -1,0 +1,70 @@
+"""What the passes that make TT operators share: who calls a layer, who else reads its weight."""
+
+from __future__ import annotations
+
+import operator
+
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.node import Argument
+
+from comera_fx.modules import TTModule
+
+
+def calls_by_layer(gm: fx.GraphModule) -> dict[str, list[fx.Node]]:
+    """Group calls by layer: one layer may be called twice and must be replaced once."""
+    calls: dict[str, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            calls.setdefault(str(node.target), []).append(node)
+    return calls
+
+
+def has_other_reader(gm: fx.GraphModule, weight: Tensor) -> bool:
+    """Whether a second module owns ``weight``, or a node reads it without calling its module."""
+    owners = sum(param is weight for _, param in gm.named_parameters(remove_duplicate=False))
+    return owners > 1 or any(
+        node.op == "get_attr" and value_of(gm, str(node.target)) is weight
+        for node in gm.graph.nodes
+    )
+
+
+def value_of(gm: fx.GraphModule, target: str) -> object:
+    """Return what a ``get_attr`` node reads, or ``None`` where there is nothing."""
+    value: object = gm
+    for part in target.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def input_of(call: fx.Node) -> Argument:
+    """Return the one input of a call of ``nn.Linear`` or ``nn.Embedding``."""
+    return call.args[0] if call.args else call.kwargs["input"]
+
+
+def replace_call(call: fx.Node, new: fx.Node) -> None:
+    """Give every user of ``call`` the node ``new``, and drop ``call``."""
+    call.replace_all_uses_with(new)
+    call.graph.erase_node(call)
+
+
+def insert_cores(gm: fx.GraphModule, name: str, layer: TTModule) -> list[fx.Node]:
+    """Insert the nodes that read the cores of ``layer``, its rank weights multiplied in.
+
+    Args:
+        gm: Graph whose submodule ``name`` is ``layer``; nodes go to its insertion point.
+        name: Qualified name of the layer.
+        layer: The TT layer; the same products as in its ``effective_cores``.
+    """
+    graph, held = gm.graph, layer.cores
+    cores = [graph.get_attr(f"{name}.core_{k}") for k in range(len(held))]
+    for k in range(1, len(layer.rank_weights) + 1):
+        weight = graph.get_attr(f"{name}.rank_weight_{k}")
+        live = graph.call_function(F.threshold, (weight, layer.rank_threshold, 0.0))
+        if held[k - 1].numel() <= held[k].numel():
+            cores[k - 1] = graph.call_function(operator.mul, (cores[k - 1], live))
+        else:
+            shape = (-1, *(1 for _ in held[k].shape[1:]))
+            column = graph.call_method("reshape", (live, *shape))
+            cores[k] = graph.call_function(operator.mul, (column, cores[k]))
+    return cores

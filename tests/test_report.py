@@ -1,0 +1,249 @@
+"""Reports, graphs as text, and diffs per pass."""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import comera_fx
+from comera_fx.config import OptimizeConfig
+from comera_fx.report import explain_model, format_graph
+
+MODES = {"fc1": ((4, 5, 5), (5, 4, 5)), "embed": ((5, 4), (10, 10))}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 100)
+        self.fc1, self.act, self.fc2 = nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 4)
+        self.fc3 = nn.Linear(4, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.fc3(self.fc2(self.act(self.fc1(self.embed(ids)))))
+
+
+def optimized(**config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    settings = {"init": "random", "max_rank": 3, "min_params": 1000, "modes": MODES, **config}
+    return comera_fx.optimize(
+        Net(), torch.zeros(4, 8, dtype=torch.long), config=OptimizeConfig(**settings)
+    )
+
+
+def test_table():
+    lines = [line.split() for line in repr(comera_fx.explain(optimized())).splitlines()]
+    assert lines[0][:7] == ["layer", "kind", "modes", "ranks", "dense", "TT", "ratio"]
+    assert lines[1][:8] == ["embed", "embedding", "ttm", "5x4", "->", "10x10", "3", "2,000"]
+    assert lines[2][:9] == [
+        "fc1",
+        "linear",
+        "tt",
+        "4x5x5",
+        "->",
+        "5x4x5",
+        "3,3,3,3,3",
+        "10,000",
+        "198",
+    ]
+    text = repr(comera_fx.explain(optimized()))
+    assert text.splitlines()[3:] == [
+        "left dense:",
+        "  2 layers (fc2, ...): fewer than min_params=1,000 weights",
+        "compressed layers: 12,000 -> 468 parameters (25.6x)",
+        "whole model:       12,524 -> 992 parameters (12.6x)",
+        "captured by export",
+    ]
+
+
+def test_columns_are_aligned():
+    header, *rows = repr(comera_fx.explain(optimized())).splitlines()[:3]
+    end = header.index("ratio") + len("ratio")
+    assert all(row[end - 1] == "x" and row[end] == " " for row in rows)
+
+
+def test_figures_of_a_linear_layer_equal_a_hand_count():
+    """CoMERA's chains: left cores to L, right cores to R, then (x L) R, at 32 tokens."""
+    layer = comera_fx.explain(optimized()).layers["fc1"]
+    left = 4 * 3 * 5 * 3 + 20 * 3 * 5 * 3  # multiply-adds of G1 G2, then of that by G3
+    right = 3 * 4 * 3 * 5 + 3 * 5 * 3 * 20  # of G5 G6, then of G4 by that
+    product = 32 * 100 * 3 + 32 * 3 * 100
+    assert layer.flops_forward == 2 * (left + right + product)
+    assert layer.flops_backward == 2 * layer.flops_forward
+    assert layer.dense_flops_forward == 2 * 32 * 100 * 100
+    assert layer.dense_flops_backward == 2 * layer.dense_flops_forward
+    assert layer.num_tokens == 32
+    assert layer.ranks == (1, 3, 3, 3, 3, 3, 1)
+    assert layer.tt_params == 4 * 3 + 3 * 5 * 3 + 3 * 5 * 3 + 3 * 5 * 3 + 3 * 4 * 3 + 3 * 5 == 198
+    assert layer.bytes == 4 * 198
+
+
+def test_dense_layers_have_their_reason_and_figures():
+    report = comera_fx.explain(optimized())
+    layer = report.layers["fc2"]
+    assert layer.reason == "fewer than min_params=1,000 weights"
+    assert layer.detail == "400"
+    assert (layer.tt_params, layer.ranks, layer.flops_forward) == (None, None, None)
+    assert layer.dense_flops_forward == 2 * 32 * 100 * 4
+    assert [each.name for each in report.compressed] == ["embed", "fc1"]
+
+
+def test_one_dense_layer_shows_its_figures():
+    model = comera_fx.optimize(
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(8, 8)),
+        config=OptimizeConfig(init="random", max_rank=4, min_params=100),
+    )
+    assert "  1: fewer than min_params=100 weights (64)" in repr(comera_fx.explain(model))
+
+
+def test_decomposition_error_is_shown():
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    nn.init.constant_(model[0].weight, 2.0)
+    result = comera_fx.optimize(model, config=OptimizeConfig(max_rank=1, min_params=1))
+    assert comera_fx.explain(result).layers["0"].init_error < 1e-5
+    assert repr(comera_fx.explain(result)).splitlines()[1].endswith(" 0.000")
+    assert comera_fx.explain(optimized()).layers["fc1"].init_error is None
+
+
+def test_to_dict_is_json():
+    report = comera_fx.explain(optimized())
+    read = json.loads(json.dumps(report.to_dict()))
+    assert read["layers"]["fc1"]["in_modes"] == [4, 5, 5]
+    assert read["layers"]["fc2"]["tt_params"] is None
+    assert (read["params_before"], read["params_after"]) == (12524, 992)
+    assert read["capture"] == "export"
+
+
+def test_a_model_that_was_never_optimised():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(4, 4, 1))
+    report = comera_fx.explain(model)
+    assert report.layers["0"].reason == "comera_fx.optimize has not been applied"
+    assert report.layers["1"].reason == "convolutions are not supported"
+    assert report.capture is None
+    assert repr(report).splitlines()[-1] == "whole model:       92 -> 92 parameters (1.0x)"
+
+
+def test_a_model_without_weights():
+    assert repr(comera_fx.explain(nn.ReLU())) == dedent("""\
+        compressed layers: 0 -> 0 parameters
+        whole model:       0 -> 0 parameters""")
+
+
+def test_it_follows_copies_pickles_and_bigger_models():
+    model = optimized()
+    text = repr(explain_model(model))
+    assert repr(explain_model(copy.deepcopy(model))) == text
+    assert repr(explain_model(pickle.loads(pickle.dumps(model)))) == text
+    inside = explain_model(nn.ModuleDict({"body": model, "head": nn.Linear(4, 4)}))
+    assert inside.layers["body.fc2"].reason == "fewer than min_params=1,000 weights"
+    assert inside.layers["body.embed"].num_tokens == 32
+    assert inside.layers["head"].reason == "comera_fx.optimize has not been applied"
+    assert inside.capture == "export"
+
+
+def test_it_follows_ranks_that_shrink():
+    model = optimized()
+    model.fc1.set_cores([core[: 1 if k else None, :, :1] for k, core in enumerate(model.fc1.cores)])
+    shrunk = comera_fx.explain(model)
+    assert shrunk.layers["fc1"].ranks == (1, 1, 1, 1, 1, 1, 1)
+    assert shrunk.layers["fc1"].tt_params == 28
+    assert shrunk.params_before == 12524
+
+    model.fc1.set_cores([core[: 0 if k else None, :, : 0 if k < 5 else None]
+                         for k, core in enumerate(model.fc1.cores)])  # fmt: skip
+    dead = comera_fx.explain(model).layers["fc1"]
+    assert (dead.tt_params, dead.ratio, dead.flops_forward) == (0, None, 0)
+    assert "fc1" in repr(comera_fx.explain(model))
+
+
+def test_rank_weights_are_no_part_of_the_dense_model():
+    model = optimized()
+    model.fc1.attach_rank_weights(0.01)
+    report = comera_fx.explain(model)
+    assert (report.params_before, report.params_after) == (12524, 992 + 15)
+
+
+def test_a_second_optimize_adds_to_the_record():
+    first = optimized(targets=["embed"], modes={})
+    second = comera_fx.optimize(
+        first, config=OptimizeConfig(init="random", max_rank=3, min_params=1000)
+    )
+    report = comera_fx.explain(second)
+    assert [layer.name for layer in report.compressed] == ["embed", "fc1"]
+    assert report.capture == "symbolic_trace"
+
+
+# ---- text of graphs ----
+
+
+class Shapes(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> dict[str, Any]:
+        first = x[1:, None]
+        return {"a": torch.cat([first, first], dim=0).to(torch.float64), "b": [x.size(0), None]}
+
+
+def test_graph_as_text():
+    gm = fx.symbolic_trace(Shapes())
+    next(iter(gm.graph.nodes)).meta["val"] = torch.zeros(2, 3)
+    assert format_graph(gm.graph) == dedent("""\
+        %x: [2, 3] = placeholder[x]()
+        %y = placeholder[y](None)
+        %getitem = call_function[getitem](%x, [1::, None])
+        %cat = call_function[cat]([%getitem, %getitem], dim=0)
+        %to = call_method[to](%cat, torch.float64)
+        %size = call_method[size](%x, 0)
+        return {'a': %to, 'b': [%size, None]}""")
+
+
+def test_text_holds_no_memory_addresses():
+    graph = fx.Graph()
+    graph.output(graph.call_function(test_graph_as_text, (graph.placeholder("x"), len)))
+    assert format_graph(graph).splitlines()[1] == (
+        "%test_graph_as_text = call_function[test_graph_as_text](%x, len)"
+    )
+
+
+def test_one_diff_per_pass_that_changes_something(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Embedding(4, 4))
+    config = OptimizeConfig(init="random", max_rank=2, min_params=64, modes={"0": ((8,), (8,))})
+    folder = tmp_path / "some" / "passes"
+    with comera_fx.dump_to(folder):
+        comera_fx.optimize(model, config=config)
+    assert [path.name for path in folder.iterdir()] == ["00_LinearToTT.diff"]
+    assert (folder / "00_LinearToTT.diff").read_text() == dedent("""\
+        --- before
+        +++ after
+        @@ -1,4 +1,6 @@
+         %input_1 = placeholder[input]()
+        -%_0 = call_module[0](%input_1)
+        -%_1 = call_module[1](%_0)
+        +%_0_core_0 = get_attr[0.core_0]()
+        +%_0_core_1 = get_attr[0.core_1]()
+        +%tt_linear_default = call_function[comera_fx.tt_linear.default]\
+(%input_1, [%_0_core_0, %_0_core_1], None, 'tt', 1, 8, 8)
+        +%_1 = call_module[1](%tt_linear_default)
+         return %_1
+        """)
+
+
+def test_diffs_are_numbered_and_stop_with_the_block(tmp_path: Path):
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64))
+    config = OptimizeConfig(init="random", max_rank=2)
+    with comera_fx.dump_to(str(tmp_path)):
+        comera_fx.optimize(model, config=config)
+        comera_fx.optimize(model, config=config)
+    comera_fx.optimize(model, config=config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "00_LinearToTT.diff",
+        "01_EmbeddingToTTM.diff",
+        "02_LinearToTT.diff",
+        "03_EmbeddingToTTM.diff",
+    ]
+    assert (tmp_path / "00_LinearToTT.diff").read_text() == (
+        tmp_path / "02_LinearToTT.diff"
+    ).read_text()
