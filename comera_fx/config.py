@@ -189,7 +189,8 @@ class RankConfig:
         threshold: Rank weights at or below this count as zero.
         warmup_steps: Steps at the start in which the task loss alone is trained.
         early_steps: Length of the early stage; then, if there is a target, the late stage
-            begins. ``None``: ten times ``prune_every`` with a target, for ever without one.
+            begins, and it begins earlier once the target is met. ``None``: ten times
+            ``prune_every`` with a target, for ever without one.
         w1: Weight of the loss in the late stage.
         w2: Weight of the size in the late stage.
         rho: Weight of the sum of both in the late stage.

@@ -333,12 +333,12 @@ class TTLinear(TTModule):
             self.num_in_modes,
             self.in_features,
             self.out_features,
-            **self._op_settings(),
+            **self.op_settings(),
         )
         return result
 
-    def _op_settings(self) -> dict[str, Any]:
-        """The operator's settings that are not at their default, which graphs need not show."""
+    def op_settings(self) -> dict[str, Any]:
+        """Return the operator's settings that are not at their defaults."""
         settings = {"num_tokens_hint": self.num_tokens_hint, **vars(self.plan_config)}
         return {key: value for key, value in settings.items() if value != _OP_DEFAULTS[key]}
 

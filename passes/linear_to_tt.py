@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 from torch import fx, nn
-from torch.fx.node import Argument
 
 from comera_fx import ops as ops  # registers the operators
 from comera_fx.modules import TTLinear
@@ -81,20 +80,14 @@ def insert_tt_linear(gm: fx.GraphModule, name: str, call: fx.Node, layer: TTLine
     Returns:
         The new node; ``call`` still stands after it.
     """
-    spec, plan = layer.spec, layer.plan_config
-    settings: dict[str, tuple[Argument, Argument]] = {
-        "num_tokens_hint": (layer.num_tokens_hint, 4096),
-        "objective": (plan.objective, "flops"),
-        "memory_limit_bytes": (plan.memory_limit_bytes, None),
-    }
-    kwargs: dict[str, Argument] = {
-        key: value for key, (value, default) in settings.items() if value != default
-    }
+    spec = layer.spec
     with gm.graph.inserting_before(call):
         cores = insert_cores(gm, name, layer)
         bias = None if layer.bias is None else gm.graph.get_attr(f"{name}.bias")
         sizes = (spec.layout, len(spec.in_modes), layer.in_features, layer.out_features)
         args = (input_of(call), cores, bias, *sizes)
-        node = gm.graph.call_function(torch.ops.comera_fx.tt_linear.default, args, kwargs)
+        node = gm.graph.call_function(
+            torch.ops.comera_fx.tt_linear.default, args, layer.op_settings()
+        )
     node.meta = {**call.meta, "tt_spec": spec}
     return node

@@ -79,6 +79,7 @@ class RankAdapter:
         self._reference_loss: float | None = None
         self._mean_loss: Tensor | None = None
         self._num_forgotten = 0
+        self._target_met = False
         self._size_of = SizeOf(list(self._layers.values()), self.config.threshold)
 
     # ---- what a training loop calls ----
@@ -116,12 +117,12 @@ class RankAdapter:
         before = self.stage
         self._num_steps += 1
         self._num_forgotten = 0
+        pruning = before != "warmup" and self._num_steps % self.config.prune_every == 0
+        if pruning:
+            self._prune()
         if self.stage == "late" and self._reference_loss is None:
             self._reference_loss = self._finite_mean()
-        if before != "warmup" and self._num_steps % self.config.prune_every == 0:
-            self._prune()
-            self._record()
-        elif self.stage != before:
+        if pruning or self.stage != before:
             self._record()
 
     # ---- what can be read ----
@@ -144,6 +145,8 @@ class RankAdapter:
             return "warmup"
         if self.target_size is None:
             return "early"
+        if self._target_met:
+            return "late"
         early = config.early_steps
         early = EARLY_PRUNINGS * config.prune_every if early is None else early
         return "early" if self._num_steps < config.warmup_steps + early else "late"
@@ -157,6 +160,7 @@ class RankAdapter:
             "num_steps": self._num_steps,
             "initial_size": self.initial_size,
             "target_size": self.target_size,
+            "target_met": self._target_met,
             "reference_loss": self._reference_loss,
             "mean_loss": None if mean is None else float(mean),
             "history": [dict(entry) for entry in self.history],
@@ -179,6 +183,7 @@ class RankAdapter:
         self._num_steps = state["num_steps"]
         self.initial_size = state["initial_size"]
         self.target_size = state["target_size"]
+        self._target_met = state["target_met"]
         self._reference_loss = state["reference_loss"]
         mean = state["mean_loss"]
         self._mean_loss = None if mean is None else torch.tensor(mean, dtype=torch.float64)
@@ -243,6 +248,8 @@ class RankAdapter:
             if any(not mask.all() for mask in alive[name]):
                 cut_ranks(layer, kept, self.optimizer)
                 changed = True
+        if self.target_size is not None and self.size <= self.target_size:
+            self._target_met = True
         if changed:
             self._size_of = SizeOf(list(self._layers.values()), self.config.threshold)
 
