@@ -142,7 +142,7 @@ def chain_network(spec: TTSpec, first: int, last: int) -> Network:
     Example:
         >>> spec = TTSpec("ttm", (2, 3), (4, 5), (1, 2, 1))
         >>> chain_network(spec, 0, 1).target_indices
-        'ace'
+        'adf'
     """
     letters = _letters(spec)
     inner = range(first, last)

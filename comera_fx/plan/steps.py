@@ -96,7 +96,7 @@ def make_steps(network: Network, path: SsaPath, wanted: Sequence[bool]) -> Steps
         >>> network = linear_network(TTSpec("tt", (4,), (5,), (1, 3, 1)), 2)
         >>> steps = make_steps(network, ((0, 1), (3, 2)), (True, True, True))
         >>> [step.out.name for step in (*steps.forward, *steps.backward)]
-        ['xG1', 'y', 'dyG2', 'dG2', 'dx', 'dG1']
+        ['xG1', 'y', 'dG2', 'dyG2', 'dG1', 'dx']
     """
     size_of = network.size_of
     num_leaves = len(network.names)
