@@ -13,6 +13,7 @@ from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule, tt_modules
 from comera_fx.train.groups import RANK_LR_SCALE
+from comera_fx.train.select import ranks_to_give_up
 from comera_fx.train.shrink import check_state, cut_ranks
 from comera_fx.train.size import SizeOf
 
@@ -80,7 +81,7 @@ class RankAdapter:
         self._mean_loss: Tensor | None = None
         self._num_forgotten = 0
         self._target_met = False
-        self._size_of = SizeOf(list(self._layers.values()), self.config.threshold)
+        self._choose_pushed()
 
     # ---- what a training loop calls ----
 
@@ -163,6 +164,7 @@ class RankAdapter:
             "target_met": self._target_met,
             "reference_loss": self._reference_loss,
             "mean_loss": None if mean is None else float(mean),
+            "pushed": self._pushed and [mask.tolist() for mask in self._pushed],
             "history": [dict(entry) for entry in self.history],
             "ranks": self.ranks,
         }
@@ -183,12 +185,17 @@ class RankAdapter:
         self._num_steps = state["num_steps"]
         self.initial_size = state["initial_size"]
         self.target_size = state["target_size"]
-        self._target_met = state["target_met"]
+        if state["target_met"]:
+            self._settle()
         self._reference_loss = state["reference_loss"]
         mean = state["mean_loss"]
         self._mean_loss = None if mean is None else torch.tensor(mean, dtype=torch.float64)
         self.history = [dict(entry) for entry in state["history"]]
-        self._size_of = SizeOf(list(self._layers.values()), self.config.threshold)
+        device = next(iter(self._layers.values())).cores[0].device
+        self._push(
+            state["pushed"]
+            and [torch.tensor(mask, dtype=torch.bool, device=device) for mask in state["pushed"]]
+        )
 
     # ---- objective ----
 
@@ -233,6 +240,23 @@ class RankAdapter:
         mean = None if self._mean_loss is None else float(self._mean_loss)
         return mean if mean is not None and abs(mean) < float("inf") else None
 
+    def _choose_pushed(self) -> None:
+        """With a target, let the size penalty push only on ranks that the target asks to cut.
+
+        Under Adam a penalty pulls on all rank weights alike, however small it is. Where all fall,
+        a layer of five bonds at a half is left with 3 % of its weight, gets no gradient to speak
+        of, and dies; so those that the target lets stay are let alone.
+        """
+        pushed = None
+        if self.target_size is not None:
+            masks = ranks_to_give_up(self._layers, self.target_size, self.config.min_rank)
+            pushed = [mask for layer in masks.values() for mask in layer]
+        self._push(pushed)
+
+    def _push(self, pushed: list[Tensor] | None) -> None:
+        self._pushed = pushed
+        self._size_of = SizeOf(list(self._layers.values()), self.config.threshold, pushed)
+
     # ---- cuts ----
 
     def _prune(self) -> None:
@@ -242,16 +266,25 @@ class RankAdapter:
         alive = {name: self._alive(layer) for name, layer in self._layers.items()}
         if self.target_size is not None:
             self._spare(alive)
-        changed = False
         for name, layer in self._layers.items():
             kept = [mask.nonzero().squeeze(1) for mask in alive[name]]
             if any(not mask.all() for mask in alive[name]):
                 cut_ranks(layer, kept, self.optimizer)
-                changed = True
         if self.target_size is not None and self.size <= self.target_size:
-            self._target_met = True
-        if changed:
-            self._size_of = SizeOf(list(self._layers.values()), self.config.threshold)
+            self._settle()
+        self._choose_pushed()
+
+    def _settle(self) -> None:
+        """Stop training the rank weights: the target is met, and each would go on wandering.
+
+        Under Adam they move by their learning rate, noise or not, and one that wanders below the
+        threshold gets no gradient that could bring it back.
+        """
+        self._target_met = True
+        for layer in self._layers.values():
+            for weight in layer.rank_weights:
+                weight.requires_grad_(False)
+                weight.grad = None
 
     def _alive(self, layer: TTModule) -> list[Tensor]:
         """Per bond, a mask of the ranks to keep: not at or below the threshold (NaN is kept)."""

@@ -32,17 +32,25 @@ class SizeOf:
     Args:
         modules: Modules with rank weights.
         threshold: Rank weights at or below it count as 0.
+        pushed: Per bond, in order, a mask of the ranks that the surrogate's gradient reaches;
+            ``None`` for all of them.
 
     Source:
         Yang et al., "CoMERA", NeurIPS 2024, section 3 (from memory: the size S(d) of the late
         stage and its l1 surrogate of the early one).
     """
 
-    def __init__(self, modules: Sequence[TTModule], threshold: float) -> None:
+    def __init__(
+        self,
+        modules: Sequence[TTModule],
+        threshold: float,
+        pushed: Sequence[Tensor] | None = None,
+    ) -> None:
         self._weights: list[Tensor] = [
             weight for module in modules for weight in module.rank_weights
         ]
         self._threshold = threshold
+        self._pushed = None if pushed is None else torch.cat(list(pushed))
         device = self._weights[0].device
         counts = torch.tensor([weight.numel() for weight in self._weights])
         segments = torch.arange(len(self._weights)).repeat_interleave(counts)
@@ -66,6 +74,8 @@ class SizeOf:
         """Return both sizes at the present rank weights."""
         flat = F.threshold(torch.cat(self._weights), self._threshold, 0.0).double()
         alive = (flat.detach() > 0).double()
+        if self._pushed is not None:
+            flat = torch.where(self._pushed, flat, flat.detach())
         return Sizes(self._contract(flat), self._contract(alive))
 
     def _contract(self, entries: Tensor) -> Tensor:
