@@ -176,30 +176,19 @@ def _make_layer(
     choice: Choice, spec: TTSpec, config: OptimizeConfig, generator: torch.Generator
 ) -> TTModule:
     name, dense = choice.candidate.shown, choice.candidate.module
-    std = _std(name, dense) if config.init == "random" else None
+    settings: dict[str, Any] = {
+        "init": config.init,
+        "tol": config.tol,
+        "std": _std(name, dense) if config.init == "random" else None,
+        "generator": generator,
+        "plan": config.plan,
+        "name": name,
+    }
     if isinstance(dense, nn.Linear):
-        return TTLinear.from_linear(
-            dense,
-            spec,
-            init=config.init,
-            tol=config.tol,
-            std=std,
-            generator=generator,
-            num_tokens_hint=choice.num_tokens,
-            plan=config.plan,
-            name=name,
-        )
+        num_tokens = choice.num_tokens
+        return TTLinear.from_linear(dense, spec, num_tokens_hint=num_tokens, **settings)
     assert isinstance(dense, nn.Embedding), "the policy chooses linear layers and embeddings only"
-    return TTEmbedding.from_embedding(
-        dense,
-        spec,
-        init=config.init,
-        tol=config.tol,
-        std=std,
-        generator=generator,
-        plan=config.plan,
-        name=name,
-    )
+    return TTEmbedding.from_embedding(dense, spec, **settings)
 
 
 def _std(name: str, dense: nn.Module) -> float:

@@ -12,13 +12,7 @@ from torch.fx.node import Argument
 
 from comera_fx import ops as ops  # registers the operators
 from comera_fx.modules import TTEmbedding
-from comera_fx.passes.match import (
-    calls_by_layer,
-    has_other_reader,
-    input_of,
-    insert_cores,
-    replace_call,
-)
+from comera_fx.passes.match import input_of, insert_cores, replace_layers
 
 
 @dataclass(frozen=True)
@@ -54,20 +48,7 @@ class EmbeddingToTTM:
 
     def __call__(self, gm: fx.GraphModule) -> int:
         """Rewrite ``gm`` in place and return the number of tables replaced."""
-        num_rewrites = 0
-        for name, calls in calls_by_layer(gm).items():
-            dense = gm.get_submodule(name)
-            # Exact type: a subclass may look its rows up in another way.
-            if type(dense) is not nn.Embedding or has_other_reader(gm, dense.weight):
-                continue
-            layer = self.choose(name, dense)
-            if layer is None:
-                continue
-            gm.set_submodule(name, layer)
-            for call in calls:
-                replace_call(call, insert_tt_embedding(gm, name, call, layer))
-            num_rewrites += 1
-        return num_rewrites
+        return replace_layers(gm, nn.Embedding, self.choose, insert_tt_embedding)
 
 
 def insert_tt_embedding(

@@ -11,13 +11,7 @@ from torch import fx, nn
 
 from comera_fx import ops as ops  # registers the operators
 from comera_fx.modules import TTLinear
-from comera_fx.passes.match import (
-    calls_by_layer,
-    has_other_reader,
-    input_of,
-    insert_cores,
-    replace_call,
-)
+from comera_fx.passes.match import input_of, insert_cores, replace_layers
 
 
 @dataclass(frozen=True)
@@ -52,20 +46,7 @@ class LinearToTT:
 
     def __call__(self, gm: fx.GraphModule) -> int:
         """Rewrite ``gm`` in place and return the number of layers replaced."""
-        num_rewrites = 0
-        for name, calls in calls_by_layer(gm).items():
-            dense = gm.get_submodule(name)
-            # Exact type: a subclass may compute something else, or read its weight directly.
-            if type(dense) is not nn.Linear or has_other_reader(gm, dense.weight):
-                continue
-            layer = self.choose(name, dense)
-            if layer is None:
-                continue
-            gm.set_submodule(name, layer)
-            for call in calls:
-                replace_call(call, insert_tt_linear(gm, name, call, layer))
-            num_rewrites += 1
-        return num_rewrites
+        return replace_layers(gm, nn.Linear, self.choose, insert_tt_linear)
 
 
 def insert_tt_linear(gm: fx.GraphModule, name: str, call: fx.Node, layer: TTLinear) -> fx.Node:

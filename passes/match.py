@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.node import Argument
 
 from comera_fx.modules import TTModule
+
+Dense = TypeVar("Dense", nn.Linear, nn.Embedding)
+TT = TypeVar("TT", bound=TTModule)
 
 
 def calls_by_layer(gm: fx.GraphModule) -> dict[str, list[fx.Node]]:
@@ -35,6 +40,38 @@ def value_of(gm: fx.GraphModule, target: str) -> object:
     for part in target.split("."):
         value = getattr(value, part, None)
     return value
+
+
+def replace_layers(
+    gm: fx.GraphModule,
+    dense_type: type[Dense],
+    choose: Callable[[str, Dense], TT | None],
+    insert: Callable[[fx.GraphModule, str, fx.Node, TT], fx.Node],
+) -> int:
+    """Replace the calls of each chosen dense layer by operators on the cores of its TT form.
+
+    Args:
+        gm: Graph to rewrite in place.
+        dense_type: Exact type of the layers looked at: a subclass may compute something else.
+        choose: Maps name and dense layer to the layer that takes its place, or ``None``.
+        insert: Inserts the operator for one call; given graph, name, call and TT layer.
+
+    Returns:
+        The number of layers replaced; weights with a second reader are left alone.
+    """
+    num_replaced = 0
+    for name, calls in calls_by_layer(gm).items():
+        dense = gm.get_submodule(name)
+        if type(dense) is not dense_type or has_other_reader(gm, dense.weight):
+            continue
+        layer = choose(name, dense)
+        if layer is None:
+            continue
+        gm.set_submodule(name, layer)
+        for call in calls:
+            replace_call(call, insert(gm, name, call, layer))
+        num_replaced += 1
+    return num_replaced
 
 
 def input_of(call: fx.Node) -> Argument:

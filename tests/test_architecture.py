@@ -22,6 +22,7 @@ LAYERS = [  # lowest first; rooms on one line never import one another
     {"plan"},
     {"lower"},
     {"ops"},
+    {"tt_module"},
     {"modules", "replay"},
     {"candidates"},
     {"capture", "passes", "write_back", "train", "policy"},
