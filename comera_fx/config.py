@@ -261,6 +261,13 @@ class RankConfig:
                 "give 0 to switch it off",
             )
         _check(
+            self.w1 + self.rho > 0,
+            "RankConfig.w1 + rho",
+            self.w1 + self.rho,
+            "above 0: the late stage must weigh the loss",
+            "use the defaults, w1=1 and rho=0.1",
+        )
+        _check(
             self.threshold < 1,
             "RankConfig.threshold",
             self.threshold,

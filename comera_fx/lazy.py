@@ -62,6 +62,10 @@ class LazyWeight(Tensor):
         name = getattr(func, "__name__", "")
         if func == Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
             return args[0]._requires_grad
+        if func == Tensor.grad.__get__:  # type: ignore[union-attr]
+            return None
+        if func == Tensor.__deepcopy__:
+            return args[0]._build().detach()
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0]
         if _changes_in_place(name) and isinstance(args[0], LazyWeight):

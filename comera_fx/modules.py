@@ -66,9 +66,8 @@ class TTLinear(TTModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            spec, in_features, out_features, plan=plan or PlanConfig(), device=device, dtype=dtype
-        )
+        super().__init__(spec, in_features, out_features, device=device, dtype=dtype)
+        self.plan_config = plan or PlanConfig()
         self.in_features, self.out_features = in_features, out_features
         self.num_tokens_hint = num_tokens_hint
         bound = 1 / math.sqrt(in_features)
@@ -127,12 +126,13 @@ class TTLinear(TTModule):
         layer._fill(weight, spec, init, tol=tol, std=std, generator=generator, name=name)
         if layer.bias is not None:
             layer.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
+        layer._take_over(linear)
         return layer.train(linear.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x W^T + bias``."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``input W^T + bias``."""
         result: Tensor = torch.ops.comera_fx.tt_linear.default(
-            x,
+            input,
             self.effective_cores(),
             self.bias,
             self.layout,
@@ -164,7 +164,7 @@ class TTEmbedding(TTModule):
         num_embeddings: Rows of the table.
         embedding_dim: Columns of the table.
         padding_idx: A row that gets no gradient.
-        plan: How contractions are planned.
+        num_tokens_hint: Number of ids to plan for where it is symbolic.
         device: Where the parameters live.
         dtype: Their dtype.
 
@@ -182,18 +182,12 @@ class TTEmbedding(TTModule):
         embedding_dim: int,
         padding_idx: int | None = None,
         *,
-        plan: PlanConfig | None = None,
+        num_tokens_hint: int = DEFAULT_NUM_TOKENS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            spec,
-            num_embeddings,
-            embedding_dim,
-            plan=plan or PlanConfig(),
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(spec, num_embeddings, embedding_dim, device=device, dtype=dtype)
+        self.num_tokens_hint = num_tokens_hint
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         if padding_idx is not None and padding_idx < 0:
             padding_idx += num_embeddings
@@ -216,7 +210,7 @@ class TTEmbedding(TTModule):
         tol: float | None = None,
         std: float | None = None,
         generator: torch.Generator | None = None,
-        plan: PlanConfig | None = None,
+        num_tokens_hint: int = DEFAULT_NUM_TOKENS,
         name: str = "",
     ) -> TTEmbedding:
         """Return the TT form of a dense table, which stays as it is.
@@ -228,7 +222,7 @@ class TTEmbedding(TTModule):
             tol: Relative Frobenius error at which ranks stop growing.
             std: Standard deviation of the table for "random"; the dense table's if ``None``.
             generator: Source of chance for "random".
-            plan: How contractions are planned.
+            num_tokens_hint: Number of ids to plan for where it is symbolic.
             name: Named in errors.
         """
         weight = embedding.weight
@@ -238,7 +232,7 @@ class TTEmbedding(TTModule):
             embedding.num_embeddings,
             embedding.embedding_dim,
             embedding.padding_idx,
-            plan=plan,
+            num_tokens_hint=num_tokens_hint,
             dtype=weight.dtype,
         )
         layer.to_empty(device=weight.device)
@@ -246,22 +240,31 @@ class TTEmbedding(TTModule):
             layer.padding_row = weight.detach()[embedding.padding_idx].clone()
         matrix = weight.detach().t().requires_grad_(weight.requires_grad)
         layer._fill(matrix, spec, init, tol=tol, std=std, generator=generator, name=name)
+        layer._take_over(embedding)
         return layer.train(embedding.training)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows ``ids``."""
-        settings = {} if self.padding_idx is None else {"padding_idx": self.padding_idx}
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows ``input``, a tensor of ids."""
         result: Tensor = torch.ops.comera_fx.tt_embedding.default(
-            ids,
+            input,
             self.effective_cores(),
             self.padding_row,
             self.layout,
             self.num_in_modes,
             self.num_embeddings,
             self.embedding_dim,
-            **settings,
+            **self.op_settings(),
         )
         return result
+
+    def op_settings(self) -> dict[str, Any]:
+        """Return the operator's settings that are not at their defaults."""
+        settings: dict[str, Any] = {}
+        if self.padding_idx is not None:
+            settings["padding_idx"] = self.padding_idx
+        if self.num_tokens_hint != DEFAULT_NUM_TOKENS:
+            settings["num_tokens_hint"] = self.num_tokens_hint
+        return settings
 
     def _weight_shape(self) -> tuple[int, int]:
         return self.num_embeddings, self.embedding_dim

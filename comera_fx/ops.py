@@ -6,6 +6,7 @@ decomposed by itself for autograd, compilers and transforms. The body runs the p
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -26,7 +27,8 @@ _library.define(
 )
 _library.define(
     "tt_embedding(Tensor ids, Tensor[] cores, Tensor? padding_row, str layout, "
-    "int num_in_modes, int num_embeddings, int embedding_dim, *, int padding_idx=-1) -> Tensor"
+    "int num_in_modes, int num_embeddings, int embedding_dim, *, int padding_idx=-1, "
+    "int num_tokens_hint=4096) -> Tensor"
 )
 _library.define(
     "tt_dense(Tensor[] cores, str layout, int num_in_modes, int in_features, int out_features) "
@@ -164,6 +166,14 @@ def _autocast(
     return cast_one(x), [cast_one(c) for c in cores], None if bias is None else cast_one(bias)
 
 
+def _no_autocast(core: Tensor) -> AbstractContextManager[Any]:
+    """Rows and matrices keep the cores' dtype, as those of a dense layer do under autocast."""
+    device = core.device.type
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
 def tt_embedding(
     ids: Tensor,
     cores: list[Tensor],
@@ -174,6 +184,7 @@ def tt_embedding(
     embedding_dim: int,
     *,
     padding_idx: int = -1,
+    num_tokens_hint: int = 4096,
 ) -> Tensor:
     """Return rows of an embedding table held as tensor-train cores.
 
@@ -187,12 +198,14 @@ def tt_embedding(
         num_embeddings: Rows of the table, padding left out.
         embedding_dim: Its columns.
         padding_idx: The row that stays as it is; -1 for none.
+        num_tokens_hint: Number of ids to plan for where it is symbolic.
 
     Returns:
         ``(*ids.shape, embedding_dim)``, of the cores' dtype.
 
     Raises:
-        InputError: If ids are not integers, or (on CPU, where looking is cheap) out of range.
+        InputError: If ids are not integers, or out of range. Where looking at once would cost
+            a wait (CUDA, compiled graphs), the look-up itself fails later.
 
     Source:
         Hrinchuk et al., "Tensorized Embedding Layers", Findings of EMNLP 2020.
@@ -202,12 +215,26 @@ def tt_embedding(
     if _is_dead(spec):
         rows = cores[0].new_zeros(*ids.shape, embedding_dim)
     else:
-        rows = lower.embedding(ids, cores, spec)
+        if spec.in_size > num_embeddings and not _can_look_at(ids):
+            # A row of the padding would be no error: send such ids off the end of the table.
+            ids = torch.where(ids < num_embeddings, ids, spec.in_size)
+        with _no_autocast(cores[0]):
+            rows = lower.embedding(ids, cores, spec, num_tokens_hint=num_tokens_hint)
         if spec.out_size != embedding_dim:
             rows = rows.narrow(-1, 0, embedding_dim).contiguous()
     if padding_row is None:
         return rows
     return torch.where((ids == padding_idx).unsqueeze(-1), padding_row, rows)
+
+
+def _can_look_at(ids: Tensor) -> bool:
+    """Whether the numbers are at hand without a wait, and not those of a tracer or transform."""
+    return (
+        type(ids) is Tensor
+        and ids.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def _check_ids(ids: Tensor, num_embeddings: int) -> None:
@@ -218,9 +245,7 @@ def _check_ids(ids: Tensor, num_embeddings: int) -> None:
             expected="torch.int64 or torch.int32",
             mend="use ids.long()",
         )
-    if type(ids) is not Tensor or torch._C._are_functorch_transforms_active():
-        return
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+    if _can_look_at(ids) and ids.numel():
         least, most = (int(bound) for bound in ids.aminmax())
         if least < 0 or most >= num_embeddings:
             raise InputError(
@@ -229,8 +254,6 @@ def _check_ids(ids: Tensor, num_embeddings: int) -> None:
                 expected=f"0 to {num_embeddings - 1}",
                 mend="check the tokenizer's vocabulary against num_embeddings",
             )
-    elif ids.is_cuda:
-        torch._assert_async(((ids >= 0) & (ids < num_embeddings)).all())
 
 
 def tt_dense(
@@ -246,7 +269,8 @@ def tt_dense(
     spec = _spec(layout, num_in_modes, cores)
     if _is_dead(spec):
         return cores[0].new_zeros(out_features, in_features)
-    weight = lower.dense(cores, spec)
+    with _no_autocast(cores[0]):
+        weight = lower.dense(cores, spec)
     if (spec.out_size, spec.in_size) == (out_features, in_features):
         return weight
     return weight[:out_features, :in_features].contiguous()

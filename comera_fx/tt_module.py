@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera_fx import tt
-from comera_fx.config import PlanConfig
 from comera_fx.errors import SpecError
 from comera_fx.lazy import LazyWeight
 from comera_fx.ops import spec_of
@@ -24,7 +23,8 @@ class TTModule(nn.Module):
         spec: Shape of the weight at the start.
         in_size: Columns of the weight as a matrix ``(out, in)``, padding left out.
         out_size: Rows.
-        plan: How contractions are planned.
+        device: Where the parameters live.
+        dtype: Their dtype.
     """
 
     kind: str
@@ -35,7 +35,6 @@ class TTModule(nn.Module):
         in_size: int,
         out_size: int,
         *,
-        plan: PlanConfig,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -49,7 +48,6 @@ class TTModule(nn.Module):
             )
         self.layout, self.num_in_modes = spec.layout, len(spec.in_modes)
         self._in_size, self._out_size = in_size, out_size
-        self.plan_config = plan
         self.init_error: float | None = None
         self.rank_threshold = 0.0
         for k, shape in enumerate(spec.core_shapes):
@@ -94,9 +92,12 @@ class TTModule(nn.Module):
             threshold: Rank weights at or below it act as 0.
         """
         self.rank_threshold = threshold
+        first = self.cores[0]
+        # A buffer of its own, so that a checkpoint computes the same without its adapter.
+        saved = torch.tensor(threshold, dtype=torch.float64, device=first.device)
+        self.register_buffer("rank_weight_threshold", saved)
         if self.rank_weights:
             return
-        first = self.cores[0]
         for k in range(1, self.num_cores):
             ones = torch.ones(self.spec.ranks[k], device=first.device, dtype=first.dtype)
             weight = nn.Parameter(ones, requires_grad=first.requires_grad)
@@ -108,11 +109,15 @@ class TTModule(nn.Module):
         for k, weight in enumerate(self.rank_weights, start=1):
             live = F.threshold(weight, self.rank_threshold, 0.0)
             left, right = cores[k - 1], cores[k]
-            if left.numel() <= right.numel():
+            if self.joins_left(k):
                 cores[k - 1] = left * live
             else:
                 cores[k] = live.reshape(-1, *(1 for _ in right.shape[1:])) * right
         return cores
+
+    def joins_left(self, bond: int) -> bool:
+        """Whether a bond's rank weight goes into the core left of it: the smaller of the two."""
+        return self.cores[bond - 1].numel() <= self.cores[bond].numel()
 
     def dense_weight(self) -> Tensor:
         """Return the matrix ``(out, in)``, differentiable in the cores."""
@@ -153,12 +158,25 @@ class TTModule(nn.Module):
         if all(name in state_dict for name in names):
             self._fit_ranks(tuple(state_dict[name].shape for name in names), names[0])
         if f"{prefix}rank_weight_1" in state_dict:
-            self.attach_rank_weights(self.rank_threshold)
+            threshold = state_dict.get(f"{prefix}rank_weight_threshold", self.rank_threshold)
+            self.attach_rank_weights(float(threshold))
             for k, weight in enumerate(self.rank_weights, start=1):
                 loaded = state_dict.get(f"{prefix}rank_weight_{k}")
                 if loaded is not None and loaded.shape != weight.shape:
                     replace_data(weight, weight.new_ones(loaded.shape))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _take_over(self, dense: nn.Module) -> None:
+        """Carry over what its user has hung on the dense layer: attributes no layer has by itself.
+
+        Code outside may read them, such as a flag or a gain set on the layer.
+        """
+        plain = vars(type(dense)(1, 1, device="meta"))
+        own = {key: value for key, value in vars(dense).items() if key not in plain}
+        vars(self).update({key: value for key, value in own.items() if key not in vars(self)})
+        for name in ("max_norm", "norm_type", "scale_grad_by_freq", "sparse"):
+            if hasattr(dense, name):
+                setattr(self, name, getattr(dense, name))
 
     def _fit_ranks(self, shapes: tuple[torch.Size, ...], name: str) -> None:
         own = tuple(core.shape for core in self.cores)

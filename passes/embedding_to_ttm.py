@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 from torch import fx, nn
-from torch.fx.node import Argument
 
 from comera_fx import ops as ops  # registers the operators
 from comera_fx.modules import TTEmbedding
@@ -72,7 +71,8 @@ def insert_tt_embedding(
         padding_row = gm.graph.get_attr(f"{name}.padding_row") if has_padding else None
         sizes = (spec.layout, len(spec.in_modes), layer.num_embeddings, layer.embedding_dim)
         args = (input_of(call), cores, padding_row, *sizes)
-        kwargs: dict[str, Argument] = {"padding_idx": layer.padding_idx} if has_padding else {}
-        node = gm.graph.call_function(torch.ops.comera_fx.tt_embedding.default, args, kwargs)
+        node = gm.graph.call_function(
+            torch.ops.comera_fx.tt_embedding.default, args, layer.op_settings()
+        )
     node.meta = {**call.meta, "tt_spec": spec}
     return node

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import Argument
 
 from comera_fx.modules import TTModule
+from comera_fx.replay import value_of
 
 Dense = TypeVar("Dense", nn.Linear, nn.Embedding)
 TT = TypeVar("TT", bound=TTModule)
@@ -28,18 +29,7 @@ def calls_by_layer(gm: fx.GraphModule) -> dict[str, list[fx.Node]]:
 def has_other_reader(gm: fx.GraphModule, weight: Tensor) -> bool:
     """Whether a second module owns ``weight``, or a node reads it without calling its module."""
     owners = sum(param is weight for _, param in gm.named_parameters(remove_duplicate=False))
-    return owners > 1 or any(
-        node.op == "get_attr" and value_of(gm, str(node.target)) is weight
-        for node in gm.graph.nodes
-    )
-
-
-def value_of(gm: fx.GraphModule, target: str) -> object:
-    """Return what a ``get_attr`` node reads, or ``None`` where there is nothing."""
-    value: object = gm
-    for part in target.split("."):
-        value = getattr(value, part, None)
-    return value
+    return owners > 1 or any(value_of(gm, node) is weight for node in gm.graph.nodes)
 
 
 def replace_layers(
@@ -98,7 +88,7 @@ def insert_cores(gm: fx.GraphModule, name: str, layer: TTModule) -> list[fx.Node
     for k in range(1, len(layer.rank_weights) + 1):
         weight = graph.get_attr(f"{name}.rank_weight_{k}")
         live = graph.call_function(F.threshold, (weight, layer.rank_threshold, 0.0))
-        if held[k - 1].numel() <= held[k].numel():
+        if layer.joins_left(k):
             cores[k - 1] = graph.call_function(operator.mul, (cores[k - 1], live))
         else:
             shape = (-1, *(1 for _ in held[k].shape[1:]))

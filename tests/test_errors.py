@@ -163,5 +163,5 @@ def test_settings_at_the_ends_of_their_ranges_are_taken():
     OptimizeConfig(max_rank=1, min_params=0, num_tokens_hint=1, tol=0)
     OptimizeConfig(ranks={"a": 1, "b": (1, 4, 1)}, modes={"a": ([4, 4], [2, 8])}, targets=[])
     RankConfig(target_ratio=1, threshold=0, early_steps=0, warmup_steps=0, prune_every=1)
-    RankConfig(gamma=0, beta=0, w1=0, w2=0, rho=0, min_rank=0, exclude=["head"])
+    RankConfig(gamma=0, beta=0, w1=0, w2=0, rho=1, min_rank=0, exclude=["head"])
     assert RankConfig(target_params=1).target_params == 1

@@ -69,10 +69,16 @@ def test_weight_builds_no_matrix_until_numbers_are_read(monkeypatch):
     assert weight.requires_grad
     assert not weight.is_cuda
     assert "LazyWeight" in repr(weight)
+    assert weight.grad is None
     assert built == []
     x = torch.randn(3, 12)
     torch.testing.assert_close(F.linear(x, weight, layer.bias), layer(x))
     assert built == [1]
+
+
+def test_a_copy_of_the_weight_is_the_dense_matrix():
+    layer = TTLinear(SMALL, 12, 10)
+    torch.testing.assert_close(copy.deepcopy(layer.weight), layer.dense_weight().detach())
 
 
 def test_weight_is_differentiable_in_the_cores():
@@ -162,6 +168,42 @@ def test_rank_zero_leaves_the_bias(bias):
     assert torch.equal(x.grad, torch.zeros(3, 12))
     assert layer.tt_params == 0
     torch.testing.assert_close(layer.dense_weight(), torch.zeros(10, 12))
+
+
+def test_a_checkpoint_computes_the_same_without_its_adapter():
+    layer = TTLinear(SMALL, 12, 10)
+    layer.attach_rank_weights(0.01)
+    with torch.no_grad():
+        layer.rank_weight_2[:2] = 0.009
+    fresh = TTLinear(FULL, 12, 10)
+    fresh.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 12)
+    assert torch.equal(fresh(x), layer(x))
+
+
+def test_attributes_hung_on_the_dense_layer_are_carried_over():
+    dense = nn.Linear(12, 10)
+    dense.gain = 2.0
+    assert TTLinear.from_linear(dense, SMALL).gain == 2.0
+    table = TTEmbedding.from_embedding(
+        nn.Embedding(30, 32), TTSpec("ttm", (4, 8), (8, 4), (1, 3, 1))
+    )
+    assert table.max_norm is None
+    assert not table.sparse
+
+
+def test_the_input_may_be_named():
+    layer, x = TTLinear(SMALL, 12, 10), torch.randn(3, 12)
+    assert torch.equal(layer(input=x), layer(x))
+    table = TTEmbedding(TTSpec("ttm", (4, 8), (8, 4), (1, 3, 1)), 30, 32)
+    ids = torch.tensor([1, 2])
+    assert torch.equal(table(input=ids), table(ids))
+
+
+def test_the_dense_weight_is_never_the_core_itself():
+    layer = TTLinear(TTSpec("ttm", (12,), (10,), (1, 1)), 12, 10)
+    layer.weight.detach().zero_()
+    assert layer.core_0.any()
 
 
 def test_rank_zero_embedding_is_zero():

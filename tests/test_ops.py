@@ -159,6 +159,23 @@ def test_autocast_casts_as_a_dense_layer_does():
     assert all(core.grad.dtype == torch.float32 for core in layer.cores)
 
 
+def test_autocast_leaves_tables_and_weights_in_their_dtype():
+    ids = torch.tensor([1, 2])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert table()(ids).dtype == nn.Embedding(30, 32)(ids).dtype == torch.float32
+        assert make_layer(dtype=torch.float32).dense_weight().dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [31, -1])
+def test_ids_in_the_padding_fail_in_compiled_graphs_too(bad):
+    torch._dynamo.reset()
+    compiled = torch.compile(table(), backend="aot_eager", fullgraph=True)
+    good = torch.tensor([29, 0])
+    assert compiled(good).shape == (2, 32)
+    with pytest.raises(IndexError):
+        compiled(torch.tensor([0, bad]))
+
+
 def test_export_is_one_node_for_any_batch():
     layer = make_layer(dtype=torch.float32)
     auto = torch.export.Dim.AUTO

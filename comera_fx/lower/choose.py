@@ -12,7 +12,7 @@ from torch import Tensor
 from comera_fx.lower.execute import bind, contract
 from comera_fx.plan.lookup import plan_lookup
 from comera_fx.plan.networks import Network, dense_network
-from comera_fx.plan.plan import plan_linear
+from comera_fx.plan.plan import bucket_tokens, plan_linear
 from comera_fx.plan.program import Program, cached_program
 from comera_fx.plan.search import find_path
 from comera_fx.spec import TTSpec
@@ -59,15 +59,16 @@ def dense(cores: list[Tensor], spec: TTSpec) -> Tensor:
     return _weight_only(cores, network, (spec.out_size, spec.in_size))
 
 
-def embedding(ids: Tensor, cores: list[Tensor], spec: TTSpec) -> Tensor:
+def embedding(ids: Tensor, cores: list[Tensor], spec: TTSpec, *, num_tokens_hint: int) -> Tensor:
     """Return the rows ``ids`` of the table ``(in_size, out_size)``, shape ``(*ids, out_size)``.
 
     Args:
         ids: Integer row numbers, all valid.
         cores: The cores of the table.
         spec: Its shape, the in_modes being the row modes; no rank is 0.
+        num_tokens_hint: Number of ids to plan for where it is symbolic.
     """
-    plan = plan_lookup(spec, _bucket(ids.numel(), spec.in_size))
+    plan = plan_lookup(spec, _bucket(ids.numel(), num_tokens_hint))
     rows, columns, rank = plan.left_shape
     if plan.right is None:
         table = _weight_only(cores, plan.left, (rows, columns))
@@ -113,10 +114,10 @@ def _linear_program(
 
 
 def _bucket(num_tokens: int, hint: int) -> int:
-    """Round up to a power of two, so that few plans serve all batch sizes.
+    """Return the number to plan for.
 
     A symbolic number is never compared, which would bind the graph to a range of batches.
     """
     if type(num_tokens) is not int or torch.compiler.is_exporting():
         return hint
-    return 1 << max(num_tokens - 1, 0).bit_length()
+    return bucket_tokens(num_tokens)

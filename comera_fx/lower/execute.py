@@ -141,6 +141,8 @@ def _run_forward(
         assert bias is not None
         return torch.addmm(bias, last.left.of(tensors), last.right.of(tensors)).reshape(shape)
     result = bound.result.of(tensors).reshape(shape)
+    if not steps:
+        result = result.clone()  # else the result would be the leaf itself
     return result if bias is None else result + bias
 
 
@@ -152,14 +154,9 @@ class _Contraction(torch.autograd.Function):
         program = bound.program
         tensors: list[Tensor | None] = [*leaves]
         result = _run_forward(bound, tensors, shape, bias)
-        slots = (
-            *program.recompute_leaves,
-            *(slot for slot in program.saved if slot >= program.num_leaves),
-        )
-        leaf = [*leaves]
-        saved = [leaf[s] if s < program.num_leaves else tensors[s] for s in slots]
-        ctx.save_for_backward(*saved)
-        ctx.bound, ctx.slots = bound, slots
+        kept = (leaves[s] if s < program.num_leaves else tensors[s] for s in program.kept)
+        ctx.save_for_backward(*kept)
+        ctx.bound = bound
         ctx.bias_size = None if bias is None else bias.shape[0]
         ctx.leaf_shapes = [t.shape for t in leaves]
         # A view made in here could not be changed in place afterwards, as a layer's output may.
@@ -170,7 +167,7 @@ class _Contraction(torch.autograd.Function):
         bound: BoundProgram = ctx.bound
         program = bound.program
         tensors: list[Tensor | None] = [None] * program.num_slots
-        for slot, tensor in zip(ctx.slots, ctx.saved_tensors, strict=True):
+        for slot, tensor in zip(program.kept, ctx.saved_tensors, strict=True):
             tensors[slot] = tensor
         if torch.is_grad_enabled():
             # A graph of the backward pass is wanted: saved messages have no history, so they

@@ -46,10 +46,6 @@ class Network:
         """Index to size."""
         return dict(self.sizes)
 
-    def is_weight(self, leaf: int) -> bool:
-        """Whether leaf number ``leaf`` holds no activation."""
-        return TOKENS not in self.indices[leaf]
-
 
 @dataclass(frozen=True)
 class _Letters:

@@ -186,8 +186,21 @@ class Plan:
             f"(padding {self.flops_padding:,}, recomputed {self.flops_recomputed:,})",
             f"dense  forward {self.dense_flops_forward:,}  backward "
             f"{self.dense_flops_backward:,}  = {ratio:.1f} x the plan",
-            f"bytes  peak {self.peak_bytes:,}  saved for backward {self.saved_bytes:,}",
+            f"bytes  peak {self.peak_bytes:,}  saved for backward {self.saved_bytes:,}  "
+            f"copied {self.program.copied_bytes:,}",
         ]
+
+
+def bucket_tokens(num_tokens: int) -> int:
+    """Return the number of tokens that is planned for: the next power of two.
+
+    Few plans then serve all batch sizes.
+
+    Example:
+        >>> [bucket_tokens(n) for n in (0, 1, 5, 4096)]
+        [1, 1, 8, 4096]
+    """
+    return 1 << max(num_tokens - 1, 0).bit_length()
 
 
 def _join(numbers: tuple[int, ...]) -> str:

@@ -66,9 +66,9 @@ class Program:
         bias_fits: Whether the last forward product can add a bias over its columns.
         backward: Products of the backward pass.
         gradients: Per leaf how its gradient is read, ``None`` where it is not wanted.
-        saved: Slots that the backward pass reads, leaves included.
-        recompute: The forward products that make the saved messages from the leaves.
-        recompute_leaves: The leaves these read.
+        kept: Slots kept from forward to backward: the messages that backward reads, and the
+            leaves that it reads or that these messages are made of.
+        recompute: The forward products that make the kept messages from the kept leaves.
         num_leaves: Number of leaves.
         num_slots: Number of tensors, given or made.
         peak_bytes: Largest sum of the bytes alive at once, cores left out, at the tokens
@@ -82,9 +82,8 @@ class Program:
     bias_fits: bool
     backward: tuple[Product, ...]
     gradients: tuple[Read | None, ...]
-    saved: tuple[int, ...]
+    kept: tuple[int, ...]
     recompute: tuple[Product, ...]
-    recompute_leaves: tuple[int, ...]
     num_leaves: int
     num_slots: int
     peak_bytes: int
@@ -208,23 +207,23 @@ class _Assembler:
         wanted = [read for read in gradients if read is not None]
         forward = _with_frees(products[:num_forward], keep={*saved, result.slot})
         backward = _with_frees(products[num_forward:], keep={read.slot for read in wanted})
-        saved_bytes = sum(self._bytes(self._message(slot)) for slot in saved)
         recompute = _needed_for(set(saved), products[:num_forward])
         read = {*saved, *(read.slot for p in recompute for read in (p.left, p.right))}
         num_leaves = len(self.network.names)
+        leaves = tuple(sorted(slot for slot in read if slot < num_leaves))
+        kept = (*leaves, *(slot for slot in saved if slot >= num_leaves))
         return Program(
             forward=forward,
             result=result,
             bias_fits=self._bias_fits(),
             backward=backward,
             gradients=tuple(gradients),
-            saved=saved,
+            kept=kept,
             recompute=recompute,
-            recompute_leaves=tuple(sorted(slot for slot in read if slot < num_leaves)),
             num_leaves=num_leaves,
             num_slots=len(self.slots),
-            peak_bytes=self._peak(forward, backward, saved),
-            saved_bytes=saved_bytes,
+            peak_bytes=self._peak(forward, backward, kept),
+            saved_bytes=sum(self._bytes(self._message(slot)) for slot in kept),
             copied_bytes=self.layout.copied * self.itemsize,
         )
 
@@ -293,9 +292,9 @@ class _Assembler:
         bytes_of = {slot: self._bytes(name) for name, slot in self.slots.items()}
         num_leaves = len(self.network.names)
         peak = 0
-        alive = set(range(num_leaves))
-        for phase, start in ((forward, alive), (backward, {*saved, num_leaves})):
-            alive = set(start)
+        # What is given and what autograd holds stays alive to the end of its phase.
+        for phase, held in ((forward, set(range(num_leaves))), (backward, {*saved, num_leaves})):
+            alive = set(held)
             peak = max(peak, sum(bytes_of[slot] for slot in alive))
             for product in phase:
                 alive.add(product.out)
@@ -305,7 +304,7 @@ class _Assembler:
                     if read.axes is not None
                 )
                 peak = max(peak, copies + sum(bytes_of[slot] for slot in alive))
-                alive -= set(product.free)
+                alive -= set(product.free) - held
         return peak
 
 

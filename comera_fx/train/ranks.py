@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from fnmatch import fnmatch
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
-from comera_fx.modules import TTModule, tt_modules
-from comera_fx.train.groups import RANK_LR_SCALE
-from comera_fx.train.select import ranks_to_give_up
+from comera_fx.train.adaptable import adaptable_layers, check_holds_cores, hand_over
+from comera_fx.train.select import Bond, ranks_to_give_up, spare
 from comera_fx.train.shrink import check_state, cut_ranks
 from comera_fx.train.size import SizeOf
 
@@ -21,6 +20,8 @@ Stage = Literal["warmup", "early", "late"]
 
 EARLY_PRUNINGS = 10
 """Default length of the early stage, in prune intervals, where there is a target."""
+SMALLEST_REFERENCE = 1e-12
+"""Floor of |L0|, which the late stage divides by."""
 LOSS_MEMORY = 0.9
 """Weight of the past in the running mean of the task loss."""
 FORGOTTEN_AFTER = 100
@@ -38,7 +39,7 @@ class RankAdapter:
     cores' learning rate.
 
     Args:
-        model: A model from ``optimize``; DDP and compiled wrappers of one work too.
+        model: A model from ``optimize``, in one process; a compiled one works too.
         optimizer: Holds the model's cores.
         config: Method, target and pace.
 
@@ -49,7 +50,8 @@ class RankAdapter:
         target_size: Parameters to reach, or ``None``.
 
     Raises:
-        RankError: If there is no layer to adapt, or the optimizer does not hold the cores.
+        RankError: If there is no layer to adapt, ``exclude`` names none, the model is wrapped
+            for many processes, or the optimizer does not hold the cores.
 
     Example:
         >>> optimizer = torch.optim.AdamW(comera_fx.param_groups(model, lr=1e-3))
@@ -67,18 +69,19 @@ class RankAdapter:
     ) -> None:
         self.config = config or RankConfig()
         self.optimizer = optimizer
-        self._layers = _adaptable(model, self.config)
-        _check_optimizer(optimizer, self._layers)
+        self._layers = adaptable_layers(model, self.config)
+        check_holds_cores(optimizer, self._layers)
         check_state(optimizer, self._layers.items())
         for layer in self._layers.values():
             layer.attach_rank_weights(self.config.threshold)
-        self._join_optimizer()
+        hand_over(optimizer, self._layers)
         self.initial_size = self.size
         self.target_size = self._target()
         self.history: list[dict[str, Any]] = []
         self._num_steps = 0
         self._reference_loss: float | None = None
         self._mean_loss: Tensor | None = None
+        self._is_finite: Tensor | None = None
         self._num_forgotten = 0
         self._target_met = False
         self._choose_pushed()
@@ -95,7 +98,8 @@ class RankAdapter:
             Warm-up: the task loss L. Early: ``L + gamma S^/S(1) + beta sum |G|^2``. Late:
             ``max{w1 (L-L0)/L0, w2 (S-S*)/S*} + rho (L/L0 + S^/S*)``, scaled by
             ``L0 / (w1 + rho)`` so that gradients keep the size of the task loss's own; once the
-            size has met its target, the terms in S are left out.
+            size has met its target, the task loss. With a target, the gradient of S^ reaches
+            only the rank weights that would have to go for it.
         """
         if task_loss.numel() != 1:
             raise RankError(
@@ -176,6 +180,14 @@ class RankAdapter:
         Raises:
             RankError: If the model's ranks are not those of the state.
         """
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
+            raise RankError(
+                "the adapter's state is incomplete",
+                got=f"no {', '.join(missing)}",
+                expected="what RankAdapter.state_dict returned",
+                mend="load the checkpoint's adapter state, not the model's or the optimizer's",
+            )
         if state["ranks"] != self.ranks:
             raise RankError(
                 "the adapter's state belongs to other ranks than the model has",
@@ -186,8 +198,7 @@ class RankAdapter:
         self._num_steps = state["num_steps"]
         self.initial_size = state["initial_size"]
         self.target_size = state["target_size"]
-        if state["target_met"]:
-            self._settle()
+        self._settle(state["target_met"])
         self._reference_loss = state["reference_loss"]
         mean = state["mean_loss"]
         self._mean_loss = None if mean is None else torch.tensor(mean, dtype=torch.float64)
@@ -211,24 +222,31 @@ class RankAdapter:
     def _late(self, loss: Tensor) -> Tensor:
         config, target, reference = self.config, self.target_size, self._reference_loss
         assert target is not None, "the late stage needs a target"
-        if reference is None or reference == 0:
+        if self._target_met or reference is None:
             return loss
+        scale = max(abs(reference), SMALLEST_REFERENCE)
         sizes = self._size_of()
         surrogate = (sizes.surrogate / target).to(loss)
-        loss_lag = config.w1 * (loss.detach() - reference) / reference
+        loss_lag = config.w1 * (loss.detach() - reference) / scale
         size_lag = config.w2 * (sizes.size - target) / target
         over = sizes.size > target
         size_leads = over & (size_lag > loss_lag)
-        main = torch.where(size_leads, config.w2 * surrogate, config.w1 * loss / reference)
-        both = config.rho * (loss / reference + torch.where(over, surrogate, 0.0))
-        return (main + both) * (reference / max(config.w1 + config.rho, 1e-12))
+        main = torch.where(size_leads, config.w2 * surrogate, config.w1 * loss / scale)
+        both = config.rho * (loss / scale + torch.where(over, surrogate, 0.0))
+        return (main + both) * (scale / (config.w1 + config.rho))
 
     def _note(self, task_loss: Tensor) -> None:
         """Keep a running mean of the loss, without waiting for the device."""
         loss = task_loss.detach().double()
+        self._is_finite = torch.isfinite(loss)
         mean = self._mean_loss
         past = loss if mean is None else mean.to(loss.device)
-        self._mean_loss = LOSS_MEMORY * past + (1 - LOSS_MEMORY) * loss
+        fresh = LOSS_MEMORY * past + (1 - LOSS_MEMORY) * loss
+        # NaN until the first finite loss; from then on a loss that is not finite is left out.
+        self._mean_loss = torch.where(self._is_finite & torch.isfinite(past), fresh, past)
+        if mean is not None:
+            restart = self._is_finite & ~torch.isfinite(past)
+            self._mean_loss = torch.where(restart, loss, self._mean_loss)
         self._num_forgotten += 1
         if self._num_forgotten == FORGOTTEN_AFTER:
             warnings.warn(
@@ -277,79 +295,55 @@ class RankAdapter:
     # ---- cuts ----
 
     def _prune(self) -> None:
-        if self._mean_loss is not None and self._finite_mean() is None:
+        if self._is_finite is not None and not bool(self._is_finite):
             return
         check_state(self.optimizer, self._layers.items())
-        alive = {name: self._alive(layer) for name, layer in self._layers.items()}
+        bonds = self._bonds()
         if self.target_size is not None:
-            self._spare(alive)
+            modes = {name: layer.spec.mode_sizes for name, layer in self._layers.items()}
+            spare(bonds, modes, self.target_size)
+            self._revive(bonds)
         for name, layer in self._layers.items():
-            kept = [mask.nonzero().squeeze(1) for mask in alive[name]]
-            if any(not mask.all() for mask in alive[name]):
-                cut_ranks(layer, kept, self.optimizer)
+            kept = [bond.alive for bond in bonds if bond.layer == name]
+            if any(len(alive) < len(w) for alive, w in zip(kept, layer.rank_weights, strict=True)):
+                device = layer.cores[0].device
+                cut_ranks(
+                    layer,
+                    [torch.tensor(k, dtype=torch.long, device=device) for k in kept],
+                    self.optimizer,
+                )
         if self.target_size is not None and self.size <= self.target_size:
-            self._settle()
+            self._settle(True)
         self._choose_pushed()
 
-    def _settle(self) -> None:
-        """Stop training the rank weights: the target is met, and each would go on wandering.
+    def _settle(self, met: bool) -> None:
+        """Stop training the rank weights once the target is met: each would go on wandering.
 
         Under Adam they move by their learning rate, noise or not, and one that wanders below the
         threshold gets no gradient that could bring it back.
         """
-        self._target_met = True
-        for layer in self._layers.values():
-            for weight in layer.rank_weights:
-                weight.requires_grad_(False)
-                weight.grad = None
+        self._target_met = met
+        for weight in self._weights():
+            weight.requires_grad_(not met)
+            weight.grad = None
 
-    def _alive(self, layer: TTModule) -> list[Tensor]:
-        """Per bond, a mask of the ranks to keep: not at or below the threshold (NaN is kept)."""
-        masks = []
-        for weight in layer.rank_weights:
-            mask = ~(weight.detach() <= self.config.threshold)
-            missing = min(self.config.min_rank, mask.numel()) - int(mask.sum())
-            if missing > 0:
-                dead = torch.where(mask, -torch.inf, weight.detach())
-                mask[dead.topk(missing).indices] = True
-            masks.append(mask)
-        return masks
-
-    def _spare(self, alive: dict[str, list[Tensor]]) -> None:
-        """Put dead ranks back, strongest first, while the size stays within the target.
-
-        Rank weights fall side by side, so that many can die at once; without this a step could
-        cut far more than was asked.
-        """
-        target = self.target_size
-        assert target is not None, "only a target spares ranks"
-        dead = [
-            (weight.detach()[index].item(), name, bond, index)
-            for name, layer in self._layers.items()
-            for bond, weight in enumerate(layer.rank_weights)
-            for index in (~alive[name][bond]).nonzero().squeeze(1).tolist()
+    def _bonds(self) -> list[Bond]:
+        """The rank weights as numbers, in one wait for the device."""
+        names = [name for name, layer in self._layers.items() for _ in layer.rank_weights]
+        weights = self._weights()
+        values = iter(torch.cat([weight.detach().double() for weight in weights]).tolist())
+        config = self.config
+        return [
+            Bond.of(name, list(islice(values, weight.numel())), config.threshold, config.min_rank)
+            for name, weight in zip(names, weights, strict=True)
         ]
-        counts = {name: [int(mask.sum()) for mask in masks] for name, masks in alive.items()}
-        size = sum(self._size_with(name, ranks) for name, ranks in counts.items())
-        for strength, name, bond, index in sorted(dead, key=lambda entry: -entry[0]):
-            ranks = list(counts[name])
-            ranks[bond] += 1
-            grown = size - self._size_with(name, counts[name]) + self._size_with(name, ranks)
-            if grown > target:
-                continue
-            size, counts[name] = grown, ranks
-            alive[name][bond][index] = True
-            weight = self._layers[name].rank_weights[bond]
-            with torch.no_grad():
-                weight[index] = max(strength, REVIVED * self.config.threshold)
 
-    def _size_with(self, name: str, inner: list[int]) -> int:
-        """Parameters of a layer with these inner ranks; one empty bond empties them all."""
-        if 0 in inner:
-            return 0
-        ranks = (1, *inner, 1)
-        modes = self._layers[name].spec.mode_sizes
-        return sum(ranks[k] * mode * ranks[k + 1] for k, mode in enumerate(modes))
+    @torch.no_grad()
+    def _revive(self, bonds: list[Bond]) -> None:
+        """Put dead ranks that stay just above the threshold, where a gradient reaches them."""
+        for bond, weight in zip(bonds, self._weights(), strict=True):
+            if bond.spared:
+                weight[bond.spared] = weight[bond.spared].clamp(min=REVIVED * self.config.threshold)
 
     def _record(self) -> None:
         self.history.append(
@@ -369,64 +363,7 @@ class RankAdapter:
         if config.target_ratio is not None:
             return max(int(config.target_ratio * self.initial_size), 1)
         if config.target_bytes is not None:
-            first = next(iter(self._layers.values())).cores[0]
-            return max(config.target_bytes // first.element_size(), 1)
+            layers = self._layers.values()
+            held = sum(layer.tt_params * layer.cores[0].element_size() for layer in layers)
+            return max(int(self.initial_size * config.target_bytes / held), 1)
         return config.target_params
-
-    def _join_optimizer(self) -> None:
-        """Hand the rank weights to the optimizer, unless it has them."""
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        fresh = [weight for weight in self._weights() if id(weight) not in held]
-        if not fresh:
-            return
-        for group in self.optimizer.param_groups:
-            if group.get("rank_weights"):
-                group["params"].extend(fresh)
-                return
-        cores = {id(core) for layer in self._layers.values() for core in layer.cores}
-        lr = next(
-            group["lr"]
-            for group in self.optimizer.param_groups
-            if any(id(p) in cores for p in group["params"])
-        )
-        self.optimizer.add_param_group(
-            {
-                "params": fresh,
-                "lr": RANK_LR_SCALE * lr,
-                "weight_decay": 0.0,
-                "rank_weights": True,
-            }
-        )
-
-
-def _adaptable(model: nn.Module, config: RankConfig) -> dict[str, TTModule]:
-    """Name to layer for every trainable TT layer that has a bond and is not excluded."""
-    layers = {
-        name: layer
-        for name, layer in tt_modules(model)
-        if layer.num_cores > 1
-        and all(core.requires_grad for core in layer.cores)
-        and not any(fnmatch(name, pattern) for pattern in config.exclude)
-    }
-    if not layers:
-        raise RankError(
-            "the model has no TT layer whose ranks could adapt",
-            got=f"{type(model).__name__} with {sum(1 for _ in tt_modules(model))} TT layers",
-            expected="at least one trainable TT layer that RankConfig.exclude does not name",
-            mend="call model = comera_fx.optimize(model) first, or shorten exclude",
-        )
-    return layers
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, layers: dict[str, TTModule]) -> None:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [
-        name for name, layer in layers.items() if any(id(c) not in held for c in layer.cores)
-    ]
-    if missing:
-        raise RankError(
-            "the optimizer does not hold the model's cores",
-            got=f"no cores of {len(missing)} layers, the first of them {missing[0]!r}",
-            expected="an optimizer built after comera_fx.optimize, from the optimised model",
-            mend="build it with torch.optim.AdamW(comera_fx.param_groups(model, lr=1e-3))",
-        )

@@ -1,8 +1,9 @@
-"""Which ranks to give up for a target size."""
+"""Which ranks to give up: for a target size, and which of the dead ones to spare."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ def ranks_to_give_up(
 
 def _by_worth(layers: Mapping[str, TTModule]) -> list[tuple[float, str, int, int]]:
     """Energy a parameter of every rank, with its layer, bond and index."""
-    entries = []
+    places: list[tuple[str, int, int]] = []
+    worths: list[Tensor] = []
     for name, layer in layers.items():
         spec = layer.spec
         for bond, weight in enumerate(layer.rank_weights, start=1):
@@ -59,5 +61,74 @@ def _by_worth(layers: Mapping[str, TTModule]) -> list[tuple[float, str, int, int
             held = spec.ranks[bond - 1] * spec.mode_sizes[bond - 1]
             held += spec.mode_sizes[bond] * spec.ranks[bond + 1]
             worth = energy / energy.mean().clamp(min=torch.finfo(torch.float64).tiny) / held
-            entries += [(value, name, bond, k) for k, value in enumerate(worth.tolist())]
-    return entries
+            worths.append(worth)
+            places += [(name, bond, index) for index in range(weight.numel())]
+    values = torch.cat(worths).tolist()  # one wait for the device
+    return [(value, *place) for value, place in zip(values, places, strict=True)]
+
+
+@dataclass
+class Bond:
+    """The rank weight of one bond as numbers.
+
+    Args:
+        layer: Name of its layer; the bonds of a layer come left to right.
+        values: The rank weight.
+        alive: Indices that stay, in rising order.
+        spared: Those of them that had died.
+    """
+
+    layer: str
+    values: list[float]
+    alive: list[int]
+    spared: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, layer: str, values: list[float], threshold: float, min_rank: int) -> Bond:
+        """Keep what is above the threshold or NaN, and the strongest up to ``min_rank``."""
+        alive = {index for index, value in enumerate(values) if not value <= threshold}
+        for index in sorted(range(len(values)), key=lambda index: -values[index]):
+            if len(alive) >= min_rank:
+                break
+            alive.add(index)
+        return cls(layer, values, sorted(alive))
+
+
+def spare(bonds: Sequence[Bond], modes: Mapping[str, Sequence[int]], target: int) -> None:
+    """Keep dead ranks after all, strongest first, while the size stays within the target.
+
+    Rank weights fall side by side, so that many can die at once; without this a cut could take
+    far more than was asked.
+
+    Args:
+        bonds: All bonds; their ``alive`` and ``spared`` are changed.
+        modes: Layer name to the sizes of its cores' modes.
+        target: Parameters to stay within.
+    """
+    of_layer: dict[str, list[Bond]] = {}
+    for bond in bonds:
+        of_layer.setdefault(bond.layer, []).append(bond)
+
+    def size(name: str) -> int:
+        inner = [len(bond.alive) for bond in of_layer[name]]
+        if 0 in inner:  # one empty bond empties them all
+            return 0
+        ranks = (1, *inner, 1)
+        return sum(ranks[k] * mode * ranks[k + 1] for k, mode in enumerate(modes[name]))
+
+    total = sum(map(size, of_layer))
+    dead = [
+        (-bond.values[index], number, index)
+        for number, bond in enumerate(bonds)
+        for index in sorted(set(range(len(bond.values))) - set(bond.alive))
+    ]
+    for _, number, index in sorted(dead):
+        bond, kept = bonds[number], bonds[number].alive
+        before = size(bond.layer)
+        bond.alive = sorted([*kept, index])
+        grown = total - before + size(bond.layer)
+        if grown > target:
+            bond.alive = kept
+        else:
+            total = grown
+            bond.spared.append(index)

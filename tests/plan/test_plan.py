@@ -178,6 +178,26 @@ def test_saved_bytes_are_what_autograd_keeps():
     assert sum(kept.values()) <= dense
 
 
+def test_peak_bytes_are_what_training_allocates():
+    layer = TTLinear(SPEC, 768, 768, bias=False)
+    x = torch.randn(512, 768, requires_grad=True)
+    grad = torch.randn(512, 768)
+    layer(x).backward(grad)
+    x.grad = None
+    with torch.profiler.profile(profile_memory=True) as profile:
+        y = layer(x)
+        y.backward(grad)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    given = x.numel() + grad.numel()
+    held_by_the_caller = y.numel()
+    measured = peak + 4 * (given - held_by_the_caller)
+    assert plan_linear(SPEC, 512).peak_bytes == pytest.approx(measured, rel=0.02)
+
+
 def test_memory_limit_refuses_plans_above_it():
     peak = plan_linear(SPEC, 512).peak_bytes
     assert plan_linear(SPEC, 512, memory_limit_bytes=peak).peak_bytes <= peak

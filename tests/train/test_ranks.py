@@ -189,13 +189,46 @@ def test_targets_in_parameters_and_bytes_agree():
     assert make(target_bytes=2400)[2].target_size == 600
 
 
-def test_a_loss_that_is_not_finite_prunes_nothing():
+def test_a_loss_that_is_not_finite_prunes_nothing_and_is_forgotten():
     _, _, adapter = make(gamma=1.0, prune_every=1)
     for weight in adapter.optimizer.param_groups[-1]["params"]:
         weight.data.zero_()
-    adapter.loss(torch.tensor(float("nan")))
+    for value in (float("nan"), float("inf")):
+        adapter.loss(torch.tensor(value))
+        adapter.step()
+        assert adapter.size == adapter.initial_size
+    adapter.loss(torch.tensor(1.0))
     adapter.step()
+    assert adapter.size == 0
+    assert adapter.history[-1]["loss"] == pytest.approx(1.0)
+
+
+def test_size_is_pushed_down_where_the_loss_is_negative_too():
+    _, _, adapter = make(target_ratio=0.5, early_steps=1)
+    adapter.loss(torch.tensor(-1.0))
+    adapter.step()
+    weights = list(adapter.optimizer.param_groups[-1]["params"])
+    grads = torch.autograd.grad(adapter.loss(torch.tensor(-1.0)), weights)
+    assert sum(grad.sum() for grad in grads) > 0
+
+
+def test_loading_an_earlier_state_goes_back():
+    model, optimizer, adapter = make(target_ratio=0.5, early_steps=5, rho=0.5)
+    early = [part.state_dict() for part in (model, optimizer, adapter)]
+    early = torch.load(io.BytesIO(_saved(early)), weights_only=True)
+    train(model, optimizer, adapter, range(120))
+    assert adapter.stage == "late"
+    for part, values in zip((model, optimizer, adapter), early, strict=True):
+        part.load_state_dict(values)
+    assert adapter.stage == "early"
+    assert all(weight.requires_grad for weight in model[0].rank_weights)
     assert adapter.size == adapter.initial_size
+
+
+def _saved(values):
+    stored = io.BytesIO()
+    torch.save(values, stored)
+    return stored.getvalue()
 
 
 def test_forgetting_step_warns_once():
@@ -228,6 +261,10 @@ def test_param_groups_hold_every_trainable_parameter_once():
     assert [g["lr"] for g in groups] == [1e-3, 1e-3, 1e-3, 5e-3]
 
 
+def as_distributed(model):
+    return type("DistributedDataParallel", (nn.Sequential,), {})(model)
+
+
 def dense_then_optimized():
     dense = nn.Sequential(nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(dense.parameters())
@@ -244,6 +281,12 @@ def dense_then_optimized():
         ),
         (lambda: param_groups(nn.Linear(2, 2), lr=1e-3), "no TT layer"),
         (lambda: make()[2].loss(torch.ones(2)), "needs a scalar"),
+        (
+            lambda: RankAdapter(as_distributed(make()[0]), make()[1]),
+            "rank adaptation works in one process",
+        ),
+        (lambda: make(exclude=["nosuch"]), "pattern that matches no TT layer"),
+        (lambda: make()[2].load_state_dict({}), "state is incomplete"),
         (
             lambda: make()[2].load_state_dict({**make()[2].state_dict(), "ranks": {"0": [1]}}),
             "other ranks than the model has",
