@@ -15,8 +15,8 @@ from comera_fx.errors import (
 from comera_fx.modules import TTEmbedding, TTLinear
 from comera_fx.plan import Plan, plan_linear
 from comera_fx.report import LayerReport, Report, dump_to, format_graph
+from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, param_groups
-from comera_fx.tt import TTSpec
 
 __version__ = "0.1.0"
 

@@ -19,10 +19,16 @@ from comera_fx.passes.embedding_to_ttm import EmbeddingToTTM
 from comera_fx.passes.linear_to_tt import LinearToTT
 from comera_fx.passes.pipeline import Pass, run_pipeline
 from comera_fx.passes.tt_module_to_op import TTModuleToOp
-from comera_fx.policy import Choice, cost_reason, decide, refuse_if_nothing
+from comera_fx.policy import (
+    Choice,
+    cost_reason,
+    decide,
+    ranks_depend_on_weights,
+    refuse_if_nothing,
+)
 from comera_fx.report import Report, active_watchers, attach_record, explain_model
-from comera_fx.tt import TTSpec
-from comera_fx.write_back import check_inplace, write_back
+from comera_fx.spec import TTSpec
+from comera_fx.write_back import write_back
 
 T = TypeVar("T")
 
@@ -80,14 +86,14 @@ def optimize(
         functional=captured.functional,
     )
     refuse_if_nothing(choices)
-    if inplace:
-        check_inplace(model, {c.candidate.module for c in choices if c.spec is not None})
     choices, built = _build(choices, config)
     refuse_if_nothing(choices)
     _rewrite(captured, built)
     _warn_if_untrained(choices, built)
     result = write_back(model, built, inplace=inplace)
-    layers = {choice.candidate.name: _recorded(choice) for choice in choices}
+    # What is in TT form from before keeps its own record.
+    recorded = (choice for choice in choices if choice.candidate.kind != "tt")
+    layers = {choice.candidate.name: _recorded(choice) for choice in recorded}
     attach_record(result, capture=captured.kind, notes=captured.notes, layers=layers)
     return result
 
@@ -161,15 +167,25 @@ def _build(
             decided.append(choice)
             continue
         layer = _make_layer(choice, choice.spec, config, generator)
-        reason = cost_reason(
-            choice.candidate, layer.spec, choice.num_tokens, config, named=choice.named
-        )
-        if reason[0]:  # the ranks that meet a tolerance are known only now
-            decided.append(replace(choice, spec=None, reason=reason[0], detail=reason[1]))
-            continue
+        if ranks_depend_on_weights(config):
+            choice = _with_ranks_met(choice, layer, config)
         decided.append(choice)
-        built[choice.candidate.module] = layer
+        if choice.spec is not None:
+            built[choice.candidate.module] = layer
     return decided, built
+
+
+def _with_ranks_met(choice: Choice, layer: TTModule, config: OptimizeConfig) -> Choice:
+    """Decide on the costs of a layer whose ranks a tolerance chose."""
+    spec, error = layer.spec, layer.init_error
+    reason = cost_reason(choice.candidate, spec, choice.num_tokens, config, named=choice.named)
+    if reason is not None:
+        return replace(choice, spec=None, reason=reason[0], detail=reason[1])
+    if config.tol is None or error is None or error <= config.tol:
+        return choice
+    rank = max(spec.ranks)
+    unmet = f"tol {config.tol:g} not met at rank {rank}: error {error:#.2g}"
+    return replace(choice, detail=unmet)
 
 
 def _make_layer(
@@ -181,12 +197,11 @@ def _make_layer(
         "tol": config.tol,
         "std": _std(name, dense) if config.init == "random" else None,
         "generator": generator,
-        "plan": config.plan,
+        "num_tokens_hint": choice.num_tokens,
         "name": name,
     }
     if isinstance(dense, nn.Linear):
-        num_tokens = choice.num_tokens
-        return TTLinear.from_linear(dense, spec, num_tokens_hint=num_tokens, **settings)
+        return TTLinear.from_linear(dense, spec, plan=config.plan, **settings)
     assert isinstance(dense, nn.Embedding), "the policy chooses linear layers and embeddings only"
     return TTEmbedding.from_embedding(dense, spec, **settings)
 

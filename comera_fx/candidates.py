@@ -23,6 +23,16 @@ _READS_WEIGHTS_ITSELF = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
+_MODULE_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 _UNSUPPORTED = {
@@ -181,8 +191,10 @@ def _layer_reason(module: nn.Module, owners: Counter[int]) -> str:
         return "its weight is tied to another layer: not supported yet"
     if bias is not None and owners[id(bias)] > 1:
         return "its bias is tied to another layer: not supported yet"
-    if _has_hooks(module, weight):
-        return "it has hooks, or a forward of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    if _has_hooks(module):
+        return "it has hooks"
     if has_no_values(weight):
         return "its weight is on the meta device"
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
@@ -194,18 +206,12 @@ def _layer_reason(module: nn.Module, owners: Counter[int]) -> str:
     return _embedding_reason(module) if isinstance(module, nn.Embedding) else ""
 
 
-def _has_hooks(module: nn.Module, weight: nn.Parameter) -> bool:
-    kept = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        module._state_dict_hooks,
-        module._load_state_dict_pre_hooks,
-        weight._backward_hooks,
-        getattr(weight, "_post_accumulate_grad_hooks", None),
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, hooks) for hooks in _MODULE_HOOKS) or any(
+        getattr(param, hooks, None)
+        for param in module._parameters.values()
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")
     )
-    return any(kept) or "forward" in vars(module)
 
 
 def _embedding_reason(module: nn.Embedding) -> str:

@@ -32,6 +32,7 @@ from comera_fx.replay import (
     known_leaves,
     run_model,
     untouched,
+    value_of,
 )
 
 CaptureKind = Literal["export", "symbolic_trace", "module_graph"]
@@ -267,12 +268,12 @@ def _layer_called(
 ) -> str | None:
     """Return the name of the layer whose call ``node`` is, if it is one."""
     if node.target is torch.ops.aten.linear.default:
-        weight, bias = _value(gm, node.args[1]), _value(gm, (*node.args, None)[2])
+        weight, bias = value_of(gm, node.args[1]), value_of(gm, (*node.args, None)[2])
         for name, layer in layers.get(id(weight), []):
             if isinstance(layer, nn.Linear) and layer.bias is bias:
                 return name
     if node.target is torch.ops.aten.embedding.default:
-        weight = _value(gm, node.args[0])
+        weight = value_of(gm, node.args[0])
         given = (*node.args[2:], *(-1, False, False)[len(node.args) - 2 :])
         for name, layer in layers.get(id(weight), []):
             if isinstance(layer, nn.Embedding) and given == _embedding_options(layer):
@@ -289,7 +290,7 @@ def _functional_uses(gm: fx.GraphModule, model: nn.Module) -> dict[str, str]:
     layers = _layers_by_weight(model)
     uses: dict[str, str] = {}
     for node in gm.graph.nodes:
-        if node.op != "get_attr" or id(_value(gm, node)) not in layers:
+        if node.op != "get_attr" or id(value_of(gm, node)) not in layers:
             continue
         # The renormalising write of max_norm belongs to the call of the table.
         readers = [
@@ -298,7 +299,7 @@ def _functional_uses(gm: fx.GraphModule, model: nn.Module) -> dict[str, str]:
         if any(isinstance(u.target, torch._ops.HigherOrderOperator) for u in readers):
             raise _Unusable("layers are called inside a nested graph, such as a no_grad block")
         for reader in readers[:1]:
-            for name, _ in layers[id(_value(gm, node))]:
+            for name, _ in layers[id(value_of(gm, node))]:
                 uses[f"{name}.weight" if name else "weight"] = _node_text(reader)
     return uses
 
@@ -306,16 +307,6 @@ def _functional_uses(gm: fx.GraphModule, model: nn.Module) -> dict[str, str]:
 def _node_text(node: fx.Node) -> str:
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return f"%{node.name} = {node.op}[{target}]"
-
-
-def _value(gm: fx.GraphModule, arg: object) -> object:
-    """Return what a ``get_attr`` node reads; ``None`` for all else."""
-    if not isinstance(arg, fx.Node) or arg.op != "get_attr":
-        return None
-    value: object = gm
-    for part in str(arg.target).split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 # ---- symbolic_trace, and the module graph ----
@@ -347,7 +338,7 @@ def _fold_properties(gm: fx.GraphModule) -> None:
     """
     for node in gm.graph.nodes:
         if node.target is getattr and node.args[1] in _PROPERTIES:
-            weight = _value(gm, node.args[0])
+            weight = value_of(gm, node.args[0])
             if isinstance(weight, nn.Parameter):
                 value = getattr(weight, str(node.args[1]))
                 for user in list(node.users):

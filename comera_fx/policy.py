@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,14 +11,17 @@ from typing import TypeVar
 
 from torch import nn
 
-from comera_fx import plan
 from comera_fx.candidates import Candidate, find_candidates, structural_reasons
-from comera_fx.config import Layout, OptimizeConfig, Ranks
+from comera_fx.config import Layout, OptimizeConfig, PlanConfig, Ranks
 from comera_fx.errors import ConfigError, PlanError, SpecError
+from comera_fx.plan.plan import bucket_tokens, plan_linear
 from comera_fx.shapes import choose_modes
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 
 T = TypeVar("T")
+
+Reason = tuple[str, str]
+"""Why a layer stays dense, equal for all layers with the same reason; and the figures behind it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +31,8 @@ class Choice:
     Args:
         candidate: The layer.
         spec: Its shape in TT form, ``None`` if it stays dense.
-        reason: Why it stays dense; equal for all layers with the same reason.
-        detail: The figures behind the reason.
+        reason: Why it stays dense; empty if it does not.
+        detail: The figures behind the reason; of a layer in TT form, the wish that was not met.
         num_tokens: Rows of input planned for.
         named: Whether ``modes``, ``ranks`` or ``targets`` name it.
     """
@@ -72,30 +76,37 @@ def decide(
     for candidate in candidates:
         name = candidate.name
         tokens = num_tokens.get(name) or config.num_tokens_hint
-        reason = (reasons.get(name, ""), "")
-        if not reason[0]:
-            reason = _use_reason(name, called, num_tokens, functional)
-        if not reason[0]:
-            reason = _wish_reason(candidate, config)
         spec, named = None, _is_named(candidate, config)
-        if not reason[0]:
+        reason = (
+            _structural_reason(name, reasons)
+            or _use_reason(name, called, num_tokens, functional)
+            or _wish_reason(candidate, config)
+        )
+        if reason is None:
             spec = _spec(candidate, config)
-            # With a tolerance the ranks are known only once the weight has been decomposed.
-            if config.tol is None or config.init == "random":
+            if not ranks_depend_on_weights(config):
                 reason = cost_reason(candidate, spec, tokens, config, named=named)
-        choices.append(Choice(candidate, None if reason[0] else spec, *reason, tokens, named))
+        if reason is None:
+            choices.append(Choice(candidate, spec, "", "", tokens, named))
+        else:
+            choices.append(Choice(candidate, None, *reason, tokens, named))
     return choices
+
+
+def ranks_depend_on_weights(config: OptimizeConfig) -> bool:
+    """Whether ranks, and so costs, are known only once the weights have been decomposed."""
+    return config.tol is not None and config.init == "decompose"
 
 
 def cost_reason(
     candidate: Candidate, spec: TTSpec, num_tokens: int, config: OptimizeConfig, *, named: bool
-) -> tuple[str, str]:
-    """Return why TT form would cost more than dense, and the figures; two empty texts if not.
+) -> Reason | None:
+    """Return why the TT form of a layer costs too much, ``None`` if it does not.
 
     Args:
         candidate: The layer.
         spec: Its shape in TT form.
-        num_tokens: Rows of input to plan for.
+        num_tokens: Rows of input seen or hinted.
         config: Says whether speed counts, and how to plan.
         named: Whether the layer was named by the user, which leaves speed out.
     """
@@ -103,28 +114,13 @@ def cost_reason(
         figures = f"{spec.num_params:,} > {candidate.num_params:,}"
         return "TT form would hold more parameters than dense", figures
     if candidate.kind != "linear":
-        return "", ""
+        return None
     weight = candidate.module.weight
     assert isinstance(weight, nn.Parameter), "structural reasons come first"
-    try:
-        planned = plan.plan_linear(
-            spec,
-            num_tokens,
-            config.plan.objective,
-            memory_limit_bytes=config.plan.memory_limit_bytes,
-            itemsize=weight.element_size(),
-        )
-    except PlanError as error:
-        return f"no plan for {num_tokens:,} tokens is within memory_limit_bytes", error.expected
-    in_size, out_size = candidate.sizes
-    flops, dense_flops = (
-        planned.flops_forward + planned.flops_backward,
-        6 * num_tokens * in_size * out_size,
-    )
-    if config.only_if_faster and not named and flops > dense_flops:
-        figures = f"{flops:,} > {dense_flops:,}"
-        return f"TT form would take more FLOPs than dense at {num_tokens:,} tokens", figures
-    return "", ""
+    reason = _limit_reason(spec, num_tokens, weight.element_size(), config.plan)
+    if reason is None and config.only_if_faster and not named:
+        reason = _speed_reason(candidate, spec, num_tokens, config.plan)
+    return reason
 
 
 def refuse_if_nothing(choices: Sequence[Choice]) -> None:
@@ -154,12 +150,16 @@ def _listed(names: Sequence[str]) -> str:
 # ---- reasons ----
 
 
+def _structural_reason(name: str, reasons: Mapping[str, str]) -> Reason | None:
+    return (reasons[name], "") if name in reasons else None
+
+
 def _use_reason(
     name: str,
     called: frozenset[str],
     num_tokens: Mapping[str, int],
     functional: Mapping[str, str],
-) -> tuple[str, str]:
+) -> Reason | None:
     weight_name = f"{name}.weight" if name else "weight"
     if weight_name in functional:
         text = "its weight is also read without calling the layer: not supported yet"
@@ -168,17 +168,49 @@ def _use_reason(
         return "not called on the example_inputs", ""
     if name not in called:
         return "no call of it is in the captured graph", ""
-    return "", ""
+    return None
 
 
-def _wish_reason(candidate: Candidate, config: OptimizeConfig) -> tuple[str, str]:
+def _wish_reason(candidate: Candidate, config: OptimizeConfig) -> Reason | None:
     if _matches_any(config.exclude, candidate):
         return "excluded", ""
     if config.targets is not None and not _matches_any(config.targets, candidate):
         return "not among the targets", ""
     if candidate.num_params < max(config.min_params, 1):
         return f"fewer than min_params={config.min_params:,} weights", f"{candidate.num_params:,}"
-    return "", ""
+    return None
+
+
+def _limit_reason(
+    spec: TTSpec, num_tokens: int, itemsize: int, config: PlanConfig
+) -> Reason | None:
+    """The limit must hold for the plan that runs, which serves more tokens than were seen."""
+    if config.memory_limit_bytes is None:
+        return None
+    planned_tokens = bucket_tokens(num_tokens)
+    try:
+        plan_linear(
+            spec,
+            planned_tokens,
+            config.objective,
+            memory_limit_bytes=config.memory_limit_bytes,
+            itemsize=itemsize,
+        )
+    except PlanError as error:
+        return f"no plan for {planned_tokens:,} tokens is within memory_limit_bytes", error.expected
+    return None
+
+
+def _speed_reason(
+    candidate: Candidate, spec: TTSpec, num_tokens: int, config: PlanConfig
+) -> Reason | None:
+    planned = plan_linear(spec, num_tokens, config.objective)
+    flops = planned.flops_forward + planned.flops_backward
+    dense_flops = 6 * num_tokens * math.prod(candidate.sizes)
+    if flops <= dense_flops:
+        return None
+    figures = f"{flops:,} > {dense_flops:,}"
+    return f"TT form would take more FLOPs than dense at {num_tokens:,} tokens", figures
 
 
 # ---- patterns ----
@@ -271,13 +303,10 @@ def _modes(
         return choice.in_modes, choice.out_modes
     spec = (tuple(given[0]), tuple(given[1]))
     for side, modes, size in zip(("in", "out"), spec, (in_size, out_size), strict=True):
-        product = 1
-        for mode in modes:
-            product *= mode
-        if product < size:
+        if math.prod(modes) < size:
             raise SpecError(
                 f"the {side}_modes given for {candidate.shown} are too small",
-                got=f"{modes}, whose product is {product}",
+                got=f"{modes}, whose product is {math.prod(modes)}",
                 expected=f"a product of at least {size}, the layer's {side} size",
                 mend=f"enlarge the modes; a product above {size} is padded",
             )

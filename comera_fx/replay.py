@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -144,6 +144,16 @@ def first_line(error: Exception) -> str:
     """Return the first line of an error's text, shortened, or its class's name."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return (text[:197] + "...") if len(text) > 200 else text or type(error).__name__
+
+
+def value_of(gm: nn.Module, arg: object) -> object:
+    """Return what a ``get_attr`` node of a graph module reads; ``None`` for all else."""
+    if not isinstance(arg, fx.Node) or arg.op != "get_attr":
+        return None
+    value: object = gm
+    for part in str(arg.target).split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def has_no_values(tensor: Tensor) -> bool:

@@ -1,7 +1,4 @@
-"""Show what was done: a table per layer, graphs as text, and one diff per pass.
-
-All text is the same on every run, so that it can be compared and tested.
-"""
+"""Show what was done: a table of the layers, and one diff per pass."""
 
 from __future__ import annotations
 
@@ -14,14 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from comera_fx import plan
 from comera_fx.candidates import Candidate, find_candidates, structural_reasons
-from comera_fx.modules import TTLinear, TTModule
-from comera_fx.passes.pipeline import Watcher
+from comera_fx.errors import PlanError
+from comera_fx.modules import TTEmbedding, TTLinear, TTModule
+from comera_fx.passes.pipeline import Pass, Watcher, numerics_of
+from comera_fx.passes.text import format_graph as format_graph
+from comera_fx.plan.lookup import plan_lookup
+from comera_fx.plan.plan import Plan, plan_linear
+from comera_fx.shapes import ModeChoice
 
 RECORD = "_comera_fx_record"
 """Attribute of an optimised model that holds why its layers are as they are, in plain types."""
@@ -39,21 +39,22 @@ class LayerReport:
         layout: "tt" or "ttm"; ``None`` for a dense layer, as are modes and ranks.
         in_modes: Factors of the in features, or of the rows of a table.
         out_modes: Factors of the out features, or of the columns.
+        mode_balance: Largest mode over the smallest above 1: narrow modes make slow products.
         ranks: Bond ranks as they are now.
         dense_params: Numbers in the dense weight.
         tt_params: Numbers in the cores.
         ratio: ``dense_params / tt_params``; ``None`` if no rank is left.
-        flops_forward: Of the plan at ``num_tokens``; 2 a multiply-add. Linear layers only.
+        flops_forward: Of the plan at ``num_tokens``; 2 a multiply-add.
         flops_backward: Likewise, every gradient wanted.
         bytes: Size of the weight as it is held now.
-        peak_bytes: Most that the plan holds at once, cores left out.
-        saved_bytes: What the plan keeps from forward to backward.
-        dense_flops_forward: Of the dense layer at ``num_tokens``.
+        peak_bytes: Most that the plan of a linear layer holds at once, cores left out.
+        saved_bytes: What it keeps from forward to backward.
+        dense_flops_forward: Of the dense layer at ``num_tokens``; a table needs none.
         dense_flops_backward: Likewise, every gradient wanted.
         num_tokens: Rows of input planned for.
         init_error: Relative Frobenius error of the decomposition; ``None`` after a random start.
         reason: Why the layer is dense; empty for a TT layer.
-        detail: The figures behind the reason.
+        detail: The figures behind the reason; of a TT layer, what was asked for and not met.
     """
 
     name: str
@@ -63,6 +64,7 @@ class LayerReport:
     layout: str | None = None
     in_modes: tuple[int, ...] | None = None
     out_modes: tuple[int, ...] | None = None
+    mode_balance: float | None = None
     ranks: tuple[int, ...] | None = None
     tt_params: int | None = None
     ratio: float | None = None
@@ -193,45 +195,74 @@ def _find_record(model: nn.Module) -> dict[str, Any]:
 
 def _tt_layer(candidate: Candidate, module: TTModule, known: Mapping[str, Any]) -> LayerReport:
     spec = module.spec
-    fields: dict[str, Any] = {"num_tokens": known.get("num_tokens")}
     itemsize = module.cores[0].element_size()
+    details = [known.get("detail", "")]
+    figures: dict[str, Any] = {}
     if isinstance(module, TTLinear):
-        fields["num_tokens"] = tokens = module.num_tokens_hint
-        fields |= _dense_flops(module.in_features, module.out_features, tokens)
-        fields |= {"flops_forward": 0, "flops_backward": 0, "peak_bytes": 0, "saved_bytes": 0}
-        if spec.num_params:
-            config = module.plan_config
-            planned = plan.plan_linear(
-                spec,
-                tokens,
-                config.objective,
-                memory_limit_bytes=config.memory_limit_bytes,
-                itemsize=itemsize,
-            )
-            costs = ("flops_forward", "flops_backward", "peak_bytes", "saved_bytes")
-            fields |= {cost: getattr(planned, cost) for cost in costs}
+        figures, over = _linear_figures(module)
+        details.append(over)
+    elif isinstance(module, TTEmbedding):
+        figures = _embedding_figures(module)
     return LayerReport(
         name=candidate.name,
         kind=module.kind,
         layout=spec.layout,
         in_modes=spec.in_modes,
         out_modes=spec.out_modes,
+        mode_balance=ModeChoice(spec.in_modes, spec.out_modes).balance,
         ranks=spec.ranks,
         dense_params=module.dense_params,
         tt_params=spec.num_params,
         ratio=module.dense_params / spec.num_params if spec.num_params else None,
         bytes=spec.num_params * itemsize,
         init_error=module.init_error,
-        **fields,
+        detail="; ".join(filter(None, details)),
+        **figures,
     )
+
+
+def _linear_figures(module: TTLinear) -> tuple[dict[str, Any], str]:
+    """Return the costs of the plan, and what there is to say where it is over its limit."""
+    tokens = module.num_tokens_hint
+    dense = _dense_flops("linear", module.in_features, module.out_features, tokens)
+    costs = ("flops_forward", "flops_backward", "peak_bytes", "saved_bytes")
+    if not module.spec.num_params:
+        return {"num_tokens": tokens, **dense, **dict.fromkeys(costs, 0)}, ""
+    planned, over = _plan_of(module, tokens)
+    return {"num_tokens": tokens, **dense, **{c: getattr(planned, c) for c in costs}}, over
+
+
+def _plan_of(module: TTLinear, num_tokens: int) -> tuple[Plan, str]:
+    """Ranks loaded from a checkpoint may break a limit; the forward pass then says so too."""
+    spec, config = module.spec, module.plan_config
+    itemsize, limit = module.cores[0].element_size(), config.memory_limit_bytes
+    try:
+        return plan_linear(
+            spec, num_tokens, config.objective, memory_limit_bytes=limit, itemsize=itemsize
+        ), ""
+    except PlanError as error:
+        over = f"no plan for {num_tokens:,} tokens is within memory_limit_bytes={limit}"
+        planned = plan_linear(spec, num_tokens, config.objective, itemsize=itemsize)
+        return planned, f"{over}: {error.expected}"
+
+
+def _embedding_figures(module: TTEmbedding) -> dict[str, Any]:
+    tokens, spec = module.num_tokens_hint, module.spec
+    forward = plan_lookup(spec, tokens).flops if spec.num_params else 0
+    return {
+        "num_tokens": tokens,
+        "flops_forward": forward,
+        "flops_backward": 2 * forward,  # each product has the gradients of its two operands
+        **_dense_flops("embedding", module.num_embeddings, module.embedding_dim, tokens),
+    }
 
 
 def _dense_layer(candidate: Candidate, reason: str | None, known: Mapping[str, Any]) -> LayerReport:
     weights = [p for p in candidate.module._parameters.values() if p is not None]
     itemsize = weights[0].dtype.itemsize if weights else 0
     flops: dict[str, Any] = {}
-    if candidate.kind == "linear" and "num_tokens" in known:
-        flops = _dense_flops(*candidate.sizes, known["num_tokens"])
+    if candidate.kind in ("linear", "embedding") and "num_tokens" in known:
+        flops = _dense_flops(candidate.kind, *candidate.sizes, known["num_tokens"])
     return LayerReport(
         name=candidate.name,
         kind=candidate.kind,
@@ -244,16 +275,17 @@ def _dense_layer(candidate: Candidate, reason: str | None, known: Mapping[str, A
     )
 
 
-def _dense_flops(in_size: int, out_size: int, num_tokens: int) -> dict[str, int]:
-    forward = 2 * num_tokens * in_size * out_size
+def _dense_flops(kind: str, in_size: int, out_size: int, num_tokens: int) -> dict[str, int]:
+    """A dense table is read, not multiplied."""
+    forward = 2 * num_tokens * in_size * out_size if kind == "linear" else 0
     return {"dense_flops_forward": forward, "dense_flops_backward": 2 * forward}
 
 
 # ---- text of the report ----
 
 _HEADER = (
-    "layer", "kind", "modes", "ranks", "dense", "TT", "ratio",
-    "MFLOPs fwd", "bwd", "(dense)", "tokens", "error",
+    "layer", "kind", "modes", "ranks", "balance", "dense", "TT", "ratio",
+    "MFLOPs fwd", "bwd", "(dense)", "tokens", "error", "",
 )  # fmt: skip
 
 
@@ -265,23 +297,25 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
         f"{layer.kind} {layer.layout}",
         f"{_product(layer.in_modes or ())} -> {_product(layer.out_modes or ())}",
         ",".join(map(str, ranks)) or "-",
+        f"{layer.mode_balance:.1f}",
         f"{layer.dense_params:,}",
         f"{layer.tt_params:,}",
         "-" if layer.ratio is None else f"{layer.ratio:.1f}x",
         _mega(layer.flops_forward),
         _mega(layer.flops_backward),
-        f"({_mega(dense_flops)})" if dense_flops else "-",
+        f"({_mega(dense_flops)})",
         "-" if layer.num_tokens is None else f"{layer.num_tokens:,}",
         "-" if layer.init_error is None else f"{layer.init_error:.3f}",
+        layer.detail,
     )
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    num_text = 4  # names, kinds, modes and ranks stand left, figures right
+    text = (0, 1, 2, 3, len(widths) - 1)  # stands left: name, kind, modes, ranks and what is said
     return [
         "  ".join(
-            cell.ljust(width) if k < num_text else cell.rjust(width)
+            cell.ljust(width) if k in text else cell.rjust(width)
             for k, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -319,7 +353,7 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: list(v) if isinstance(v, tuple) else v for key, v in fields.items()}
 
 
-# ---- graphs as text ----
+# ---- diffs ----
 
 _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("comera_fx_watchers", default=())
 
@@ -333,6 +367,8 @@ def active_watchers() -> tuple[Watcher, ...]:
 def dump_to(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Write one diff per pass that changes a graph, ``00_LinearToTT.diff`` and so on.
 
+    The head of each says whether the pass keeps the model's numerics.
+
     Args:
         folder: Where to; made if it is not there.
 
@@ -344,12 +380,14 @@ def dump_to(folder: str | os.PathLike[str]) -> Iterator[None]:
     target.mkdir(parents=True, exist_ok=True)
     count = 0
 
-    def watch(pass_name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
+    def watch(graph_pass: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
         nonlocal count
+        name = type(graph_pass).__name__
+        heads = f"before {name}", f"after {name}, numerics {numerics_of(graph_pass)}"
         old, new = (format_graph(gm.graph).splitlines() for gm in (before, after))
-        lines = difflib.unified_diff(old, new, "before", "after", lineterm="", n=2)
+        lines = difflib.unified_diff(old, new, *heads, lineterm="", n=2)
         text = "".join(f"{line}\n" for line in lines)
-        (target / f"{count:02d}_{pass_name}.diff").write_text(text, encoding="utf-8")
+        (target / f"{count:02d}_{name}.diff").write_text(text, encoding="utf-8")
         count += 1
 
     token = _watchers.set((*_watchers.get(), watch))
@@ -357,39 +395,3 @@ def dump_to(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         _watchers.reset(token)
-
-
-def format_graph(graph: fx.Graph) -> str:
-    """Return one line per node, ``%name: shape = op[target](args)``, in execution order."""
-    return "\n".join(map(_format_node, graph.nodes))
-
-
-def _format_node(node: fx.Node) -> str:
-    if node.op == "output":
-        return f"return {_format_arg(node.args[0])}"
-    shape = getattr(node.meta.get("val"), "shape", None)
-    shown = "" if shape is None else f": {list(shape)}"
-    args = [_format_arg(arg) for arg in node.args]
-    args += [f"{key}={_format_arg(value)}" for key, value in node.kwargs.items()]
-    return f"%{node.name}{shown} = {node.op}[{_name_of(node.target)}]({', '.join(args)})"
-
-
-def _format_arg(arg: Any) -> str:
-    if isinstance(arg, fx.Node):
-        return f"%{arg.name}"
-    if isinstance(arg, (list, tuple)):
-        return f"[{', '.join(map(_format_arg, arg))}]"
-    if isinstance(arg, dict):
-        return f"{{{', '.join(f'{key!r}: {_format_arg(v)}' for key, v in arg.items())}}}"
-    if isinstance(arg, slice):
-        return ":".join(
-            "" if v is None else _format_arg(v) for v in (arg.start, arg.stop, arg.step)
-        )
-    return _name_of(arg) if callable(arg) else repr(arg)
-
-
-def _name_of(target: Any) -> str:
-    """Name a target without the memory address that a function's own text may hold."""
-    if isinstance(target, (str, torch._ops.OpOverload)):
-        return str(target)
-    return getattr(target, "__name__", type(target).__name__)

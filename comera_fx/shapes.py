@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations_with_replacement, islice, permutations
+from itertools import combinations_with_replacement, permutations
 
 from comera_fx.config import Layout
 from comera_fx.errors import SpecError
@@ -47,9 +47,6 @@ SHORTLIST = 24
 SHORTLIST_TTM = 8
 """The same in layout "ttm", where sets of both sides combine."""
 
-MAX_ORDERS = 720
-"""Orders of one set that are scored: all of them for up to six modes (more only if given)."""
-
 
 @dataclass(frozen=True)
 class ModeChoice:
@@ -76,8 +73,6 @@ def choose_modes(
     *,
     layout: Layout,
     max_rank: int,
-    fixed_in: Sequence[int] | None = None,
-    fixed_out: Sequence[int] | None = None,
 ) -> ModeChoice:
     """Choose the modes, and their order, for a layer of the given sizes.
 
@@ -90,68 +85,33 @@ def choose_modes(
         out_features: Out size of the layer, or width of an embedding table.
         layout: ``"tt"`` or ``"ttm"``; in "ttm" both sides get equally many modes.
         max_rank: Rank of all bonds, before each is cut to what it can use.
-        fixed_in: In modes to keep as they are; only the out modes are chosen.
-        fixed_out: Out modes to keep as they are; only the in modes are chosen.
 
     Returns:
         The same choice for the same arguments, always.
 
     Raises:
-        SpecError: If a size is not positive or fixed modes do not fit the layer.
+        SpecError: If a size or the rank is not positive.
 
     Example:
         >>> choose_modes(256, 256, layout="tt", max_rank=32)
         ModeChoice(in_modes=(8, 8, 4), out_modes=(4, 8, 8))
     """
-    fixed = tuple(None if modes is None else tuple(modes) for modes in (fixed_in, fixed_out))
-    _check(in_features, out_features, max_rank, fixed[0], fixed[1], layout)
-    search = _search_tt if layout == "tt" else _search_ttm
-    return search(in_features, out_features, max_rank, fixed[0], fixed[1])
-
-
-def _check(
-    in_features: int,
-    out_features: int,
-    max_rank: int,
-    fixed_in: Modes | None,
-    fixed_out: Modes | None,
-    layout: Layout,
-) -> None:
     numbers = {"in_features": in_features, "out_features": out_features, "max_rank": max_rank}
     for name, value in numbers.items():
         if value < 1:
             raise SpecError(
                 f"{name} is not positive", got=value, expected="at least 1", mend="give an int >= 1"
             )
-    for name, modes, size in (("in", fixed_in, in_features), ("out", fixed_out, out_features)):
-        if modes is not None and (not modes or min(modes) < 1 or math.prod(modes) < size):
-            raise SpecError(
-                f"{name}_modes do not fit the layer",
-                got=modes,
-                expected=f"positive ints whose product is at least {size}",
-                mend="give larger modes, or leave them to be chosen",
-            )
-    if layout == "ttm" and fixed_in and fixed_out and len(fixed_in) != len(fixed_out):
-        raise SpecError(
-            "in_modes and out_modes differ in number",
-            got=f"{fixed_in} and {fixed_out}",
-            expected="equally many in layout 'ttm'",
-            mend="fill the shorter side up with modes of 1",
-        )
+    search = _search_tt if layout == "tt" else _search_ttm
+    return search(in_features, out_features, max_rank)
 
 
 @lru_cache(maxsize=1024)
-def _search_tt(
-    in_features: int,
-    out_features: int,
-    max_rank: int,
-    fixed_in: Modes | None,
-    fixed_out: Modes | None,
-) -> ModeChoice:
+def _search_tt(in_features: int, out_features: int, max_rank: int) -> ModeChoice:
     # Ranks grow from both ends to the middle bond, so the sides do not affect each other and the
     # out side is an in side read backwards.
-    in_modes = fixed_in or _best_side(in_features, out_features, max_rank)
-    out_modes = fixed_out or _best_side(out_features, in_features, max_rank)[::-1]
+    in_modes = _best_side(in_features, out_features, max_rank)
+    out_modes = _best_side(out_features, in_features, max_rank)[::-1]
     return ModeChoice(in_modes, out_modes)
 
 
@@ -172,13 +132,7 @@ def _best_side(size: int, other_size: int, max_rank: int) -> Modes:
 
 
 @lru_cache(maxsize=1024)
-def _search_ttm(
-    in_features: int,
-    out_features: int,
-    max_rank: int,
-    fixed_in: Modes | None,
-    fixed_out: Modes | None,
-) -> ModeChoice:
+def _search_ttm(in_features: int, out_features: int, max_rank: int) -> ModeChoice:
     def score(choice: ModeChoice) -> float:
         sizes = [n * m for n, m in zip(choice.in_modes, choice.out_modes, strict=True)]
         num = len(sizes)
@@ -186,43 +140,25 @@ def _search_ttm(
         weight = _weight(choice.in_modes, in_features) + _weight(choice.out_modes, out_features)
         return _num_params(ranks, sizes, num) * (weight - 1.0)
 
-    fixed = fixed_in or fixed_out
-    nums = range(2 if max(in_features, out_features) > 3 else 1, MAX_MODES + 1)
     choices = [
         choice
-        for num in ([len(fixed)] if fixed else nums)
-        for in_modes in ([fixed_in] if fixed_in else _shortlist(in_features, num))
-        for out_modes in ([fixed_out] if fixed_out else _shortlist(out_features, num))
-        for choice in _orders(in_modes, out_modes, bool(fixed_in), bool(fixed_out))
+        for num in range(2 if max(in_features, out_features) > 3 else 1, MAX_MODES + 1)
+        for in_modes in _shortlist(in_features, num)
+        for out_modes in _shortlist(out_features, num)
+        for choice in _orders(in_modes, out_modes)
     ]
     return min(choices, key=lambda c: (score(c), c.in_modes, c.out_modes))
 
 
-def _orders(
-    in_modes: Modes, out_modes: Modes, in_is_fixed: bool, out_is_fixed: bool
-) -> Iterator[ModeChoice]:
-    """Ways to pair the modes of two sides, in the best order where neither side is fixed."""
-    if in_is_fixed and out_is_fixed:
-        yield ModeChoice(in_modes, out_modes)
-        return
-    if out_is_fixed:
-        for order in _permutations(in_modes):
-            yield ModeChoice(order, out_modes)
-        return
-    for order in _permutations(out_modes):
-        if in_is_fixed:
-            yield ModeChoice(in_modes, order)
-            continue
+def _orders(in_modes: Modes, out_modes: Modes) -> Iterator[ModeChoice]:
+    """Ways to pair the modes of two sides, each in its best order."""
+    for order in sorted(set(permutations(out_modes))):
         pairs = sorted(zip(in_modes, order, strict=True), key=lambda p: (-p[0] * p[1], p))
         # The end cores have one bond only: the two largest pairs are cheapest there.
         first, *inner = pairs
         arranged = [first, *inner[1:], *inner[:1]]
         ins, outs = zip(*arranged, strict=True)
         yield ModeChoice(ins, outs)
-
-
-def _permutations(modes: Modes) -> list[Modes]:
-    return sorted(set(islice(permutations(modes), MAX_ORDERS)))
 
 
 def _num_params(ranks: Modes, sizes: Sequence[int], num_cores: int) -> int:

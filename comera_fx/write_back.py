@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -35,7 +35,7 @@ def write_back(
         ConfigError: If ``inplace`` and ``model`` itself is to be replaced.
     """
     if inplace:
-        check_inplace(model, replacements)
+        _check_inplace(model, replacements)
         _replace_children(model, replacements)
         return model
     # With these entries deepcopy takes the new layer wherever it meets the old one.
@@ -54,13 +54,9 @@ def write_back(
     return copied
 
 
-def check_inplace(model: nn.Module, replaced: Collection[nn.Module]) -> None:
-    """Refuse to change a model in place that is itself the layer to replace.
-
-    Raises:
-        ConfigError: If it is.
-    """
-    if model in replaced:
+def _check_inplace(model: nn.Module, replacements: Mapping[nn.Module, TTModule]) -> None:
+    """A module cannot turn into another one while its caller holds on to it."""
+    if model in replacements:
         raise ConfigError(
             "a model that is itself one layer cannot be changed in place",
             got=f"inplace=True for a {type(model).__name__}",

@@ -23,8 +23,13 @@ class Pass(Protocol):
         """Rewrite ``gm`` in place and return the number of rewrites."""
 
 
-Watcher = Callable[[str, fx.GraphModule, fx.GraphModule], None]
-"""Called as ``watcher(pass_name, before, after)`` when a pass changed the graph."""
+Watcher = Callable[[Pass, fx.GraphModule, fx.GraphModule], None]
+"""Called as ``watcher(graph_pass, before, after)`` when a pass changed the graph."""
+
+
+def numerics_of(graph_pass: Pass) -> str:
+    """Say what a pass does to the values a graph computes: "kept" or "changed"."""
+    return "kept" if graph_pass.keeps_numerics else "changed"
 
 
 def run_pipeline(
@@ -46,7 +51,6 @@ def run_pipeline(
     """
     gm = copy_graph_module(gm)
     for graph_pass in passes:
-        name = type(graph_pass).__name__
         before = copy_graph_module(gm) if watchers else gm
         num_nodes, start = len(gm.graph.nodes), time.perf_counter()
         num_rewrites = graph_pass(gm)
@@ -55,12 +59,13 @@ def run_pipeline(
             gm.recompile()
         elapsed_ms = 1e3 * (time.perf_counter() - start)
         log.info(
-            "%s: %d rewrites, nodes %d -> %d, %.1f ms",
-            name, num_rewrites, num_nodes, len(gm.graph.nodes), elapsed_ms,
+            "%s: %d rewrites, nodes %d -> %d, numerics %s, %.1f ms",
+            type(graph_pass).__name__, num_rewrites, num_nodes, len(gm.graph.nodes),
+            numerics_of(graph_pass), elapsed_ms,
         )  # fmt: skip
         if num_rewrites:
             for watcher in watchers:
-                watcher(name, before, gm)
+                watcher(graph_pass, before, gm)
     return gm
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("numba", "rich", "typer", "matplotlib", "safetensors")
+HEAVY = ("numba", "rich", "typer", "matplotlib", "safetensors", "transformers")
 
 IMPORTS = f"""
 import sys
@@ -22,6 +22,7 @@ ids = torch.arange(8)
 small = comera_fx.optimize(model, (ids,), config=comera_fx.OptimizeConfig(max_rank=4))
 assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters()) / 4
 small(ids).sum().backward()
+repr(comera_fx.explain(small))
 print(sorted(set({HEAVY!r}) & set(sys.modules)))
 """
 

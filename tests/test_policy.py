@@ -1,18 +1,15 @@
 """policy: which layers get which shape, and the reason of every layer that stays dense."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
 
 from comera_fx.config import OptimizeConfig, PlanConfig
 from comera_fx.errors import ConfigError, SpecError
+from comera_fx.plan.plan import plan_linear
 from comera_fx.policy import Choice, decide, refuse_if_nothing
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 
 
 def choose(
@@ -84,173 +81,6 @@ def test_tokens_seen_or_hinted():
     assert choose(model, num_tokens_hint=9)["0"].num_tokens == 9
 
 
-# ---- reasons in the model's structure ----
-
-
-def test_supported_layers_have_no_reason():
-    assert reason(nn.Sequential(linear())) == ""
-    assert reason(nn.Sequential(nn.Embedding(100, 64, padding_idx=0))) == ""
-
-
-def test_subclass():
-    class Scaled(nn.Linear):
-        pass
-
-    text = "a subclass of nn.Linear (Scaled), not the class itself"
-    assert reason(nn.Sequential(Scaled(64, 64))) == text
-
-
-@pytest.mark.parametrize(
-    "make",
-    [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer],
-    ids=["encoder", "decoder"],
-)
-def test_inside_layers_that_read_weights_themselves(make):
-    class Mine(make):
-        pass
-
-    for cls in (make, Mine):
-        choices = choose(nn.Sequential(cls(64, 2, 64)))
-        text = f"inside nn.{make.__name__}, which reads its weight directly: not supported yet"
-        assert choices["0.linear1"].reason == choices["0.linear2"].reason == text
-        attention = choices["0.self_attn"]
-        assert attention.reason.startswith("nn.MultiheadAttention reads packed weights itself")
-        assert choices["0.self_attn.out_proj"].reason.startswith("a subclass of nn.Linear (NonDyn")
-        assert not any(choice.spec for choice in choices.values())
-
-
-def test_linear_put_into_an_attention_module():
-    attention = nn.MultiheadAttention(64, 2)
-    attention.extra = nn.Sequential(linear())
-    assert reason(nn.Sequential(attention), "0.extra.0").startswith("inside nn.MultiheadAttention")
-
-
-def test_tied_weight_and_tied_bias():
-    model = nn.Sequential(linear(), linear(), linear(), linear())
-    model[1].weight = model[0].weight
-    model[3].bias = model[2].bias
-    choices = choose(model)
-    for name, what in (("0", "weight"), ("1", "weight"), ("2", "bias"), ("3", "bias")):
-        assert choices[name].reason == f"its {what} is tied to another layer: not supported yet"
-
-
-def test_a_shared_layer_is_not_tied():
-    layer = linear()
-    choices = choose(nn.Sequential(layer, layer))
-    assert list(choices) == ["0"]
-    assert choices["0"].candidate.names == ("0", "1")
-    assert choices["0"].spec is not None
-
-
-def test_parametrized_weight():
-    model = nn.Sequential(parametrizations.weight_norm(linear()), linear())
-    parametrize.register_parametrization(model[1], "weight", nn.Identity())
-    choices = choose(model)
-    assert list(choices) == ["0", "1"]
-    assert {choice.reason for choice in choices.values()} == {"its parameters are parametrized"}
-
-
-def test_weight_computed_by_a_hook():
-    layer = linear()
-    weight = layer.weight
-    del layer.weight
-    layer.register_parameter("weight_v", weight)
-    layer.weight = weight * 1
-    assert reason(nn.Sequential(layer)).startswith("its weight is computed from others")
-
-
-def test_hooks_and_own_forward():
-    hooked, patched, on_weight = linear(), linear(), linear()
-    hooked.register_forward_hook(lambda module, args, output: None)
-    patched.forward = lambda x: x
-    on_weight.weight.register_post_accumulate_grad_hook(lambda weight: None)
-    for layer in (hooked, patched, on_weight):
-        assert reason(nn.Sequential(layer)) == "it has hooks, or a forward of its own"
-
-
-def test_weights_without_values():
-    assert reason(nn.Sequential(nn.LazyLinear(64))) == "a lazy layer that has no weight yet"
-    on_meta = nn.Linear(64, 64, device="meta")
-    assert reason(nn.Sequential(on_meta)) == "its weight is on the meta device"
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
-def test_dtypes(dtype):
-    layer = linear()
-    layer.weight = nn.Parameter(torch.zeros(64, 64).to(dtype), requires_grad=False)
-    assert reason(nn.Sequential(layer)) == f"its weight is of dtype {dtype}"
-
-
-class Wrapped(torch.Tensor):
-    pass
-
-
-def test_tensor_subclass():
-    layer = linear()
-    layer.weight = nn.Parameter(torch.zeros(64, 64).as_subclass(Wrapped))
-    assert reason(nn.Sequential(layer)) == "its weight is a Wrapped of layout torch.strided"
-
-
-def test_layer_that_holds_more():
-    layer = linear()
-    layer.register_buffer("scale", torch.ones(64))
-    assert reason(nn.Sequential(layer)) == "it holds more than a weight and a bias"
-
-
-@pytest.mark.parametrize(
-    "option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
-)
-def test_embedding_options(option):
-    text = f"the option {next(iter(option))} of nn.Embedding is not supported yet"
-    assert reason(nn.Sequential(nn.Embedding(100, 64, **option))) == text
-
-
-@pytest.mark.parametrize(
-    ("module", "start"),
-    [
-        (nn.MultiheadAttention(64, 2), "nn.MultiheadAttention reads packed weights itself"),
-        (nn.EmbeddingBag(100, 64), "nn.EmbeddingBag is not supported yet"),
-        (nn.Conv2d(3, 8, 3), "convolutions are not supported"),
-        (nn.LSTM(64, 64), "recurrent layers are not supported"),
-        (nn.Bilinear(8, 8, 8), "nn.Bilinear is not supported"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_kinds_that_are_not_supported(module, start):
-    assert reason(nn.Sequential(module)).startswith(start)
-
-
-def test_norms_and_activations_are_not_listed():
-    assert list(choose(nn.Sequential(nn.LayerNorm([4, 8]), nn.PReLU(), nn.BatchNorm1d(8)))) == []
-
-
-def test_loose_parameter():
-    model = nn.Sequential()
-    model.position = nn.Parameter(torch.zeros(10, 64))
-    model.scale = nn.Parameter(torch.zeros(10))
-    choices = choose(model)
-    assert list(choices) == ["position"]
-    assert choices["position"].reason.startswith("a functional weight, not held by a layer")
-
-
-def test_hugging_face_conv1d_is_known_without_importing_transformers():
-    code = """
-import sys, torch, types
-module = types.ModuleType("transformers.pytorch_utils")
-sys.modules[module.__name__] = module
-class Conv1D(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(64, 64))
-Conv1D.__module__ = module.__name__
-from comera_fx.candidates import find_candidates
-print([candidate.kind for candidate in find_candidates(torch.nn.Sequential(Conv1D()))])
-print("transformers" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:2] == ["['conv1d']", "False"]
-
-
 # ---- reasons in how the layer is used and what was asked for ----
 
 
@@ -306,9 +136,32 @@ def test_tolerance_leaves_the_costs_open():
     assert reason(nn.Sequential(linear()), ranks={"0": 64}, tol=0.1, init="random") != ""
 
 
-def test_memory_limit():
-    text = reason(nn.Sequential(linear()), plan=PlanConfig(memory_limit_bytes=1))
-    assert text == "no plan for 4,096 tokens is within memory_limit_bytes"
+@pytest.mark.parametrize("targets", [None, ["0"]], ids=["not-named", "named"])
+def test_memory_limit_is_that_of_the_plan_that_runs(targets):
+    model, shape = nn.Sequential(linear()), {"0": ((8, 8), (8, 8))}
+    spec = TTSpec("tt", (8, 8), (8, 8), (1, 4, 4, 4, 1))
+    peaks = [plan_linear(spec, num_tokens).peak_bytes for num_tokens in (3000, 4096)]
+
+    def choice(limit: int) -> Choice:
+        plan = PlanConfig(memory_limit_bytes=limit)
+        return choose(model, {"0": 3000}, modes=shape, targets=targets, plan=plan)["0"]
+
+    refused = choice(peaks[0])
+    assert refused.reason == "no plan for 4,096 tokens is within memory_limit_bytes"
+    assert refused.detail.startswith("at least ")
+    assert choice(peaks[1]).spec == spec
+
+
+def test_flops_are_compared_at_the_tokens_seen_without_the_limit():
+    model = nn.Sequential(linear())
+    shape: dict[str, Any] = {"layouts": {"0": "ttm"}, "max_rank": 15}
+    limit = PlanConfig(memory_limit_bytes=10**9)
+    with_limit, without = (
+        choose(model, {"0": 3000}, plan=plan, **shape)["0"] for plan in (limit, PlanConfig())
+    )
+    assert with_limit.reason == "TT form would take more FLOPs than dense at 3,000 tokens"
+    assert with_limit.detail == without.detail
+    assert with_limit.detail.endswith(f" > {6 * 3000 * 64 * 64:,}")
 
 
 # ---- errors ----
@@ -329,6 +182,14 @@ def test_pattern_that_matches_nothing(field):
         "'encoder.fc1', 'encoder.fc2'",
         "  mend:     correct the name, or use a wildcard such as '*.fc1'",
     ]
+
+
+def test_patterns_tell_upper_from_lower_case():
+    model = nn.ModuleDict({"fc": linear(), "FC": linear()})
+    choices = choose(model, targets=["F*"])
+    assert (choices["fc"].reason, choices["FC"].reason) == ("not among the targets", "")
+    with pytest.raises(ConfigError, match="matches no layer"):
+        choose(model, exclude=["Fc"])
 
 
 def test_pattern_that_names_a_container():

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -11,8 +12,11 @@ import torch
 from torch import fx, nn
 
 import comera_fx
-from comera_fx.config import OptimizeConfig
+from comera_fx.config import OptimizeConfig, PlanConfig
+from comera_fx.modules import TTLinear
+from comera_fx.plan.plan import plan_linear
 from comera_fx.report import explain_model, format_graph
+from comera_fx.spec import TTSpec
 
 MODES = {"fc1": ((4, 5, 5), (5, 4, 5)), "embed": ((5, 4), (10, 10))}
 
@@ -28,19 +32,18 @@ class Net(nn.Module):
         return self.fc3(self.fc2(self.act(self.fc1(self.embed(ids)))))
 
 
-def optimized(**config: Any) -> nn.Module:
+def optimized(ids: torch.Tensor | None = None, **config: Any) -> nn.Module:
     torch.manual_seed(0)
     settings = {"init": "random", "max_rank": 3, "min_params": 1000, "modes": MODES, **config}
-    return comera_fx.optimize(
-        Net(), torch.zeros(4, 8, dtype=torch.long), config=OptimizeConfig(**settings)
-    )
+    ids = torch.zeros(4, 8, dtype=torch.long) if ids is None else ids
+    return comera_fx.optimize(Net(), ids, config=OptimizeConfig(**settings))
 
 
 def test_table():
     lines = [line.split() for line in repr(comera_fx.explain(optimized())).splitlines()]
-    assert lines[0][:7] == ["layer", "kind", "modes", "ranks", "dense", "TT", "ratio"]
-    assert lines[1][:8] == ["embed", "embedding", "ttm", "5x4", "->", "10x10", "3", "2,000"]
-    assert lines[2][:9] == [
+    assert lines[0][:8] == ["layer", "kind", "modes", "ranks", "balance", "dense", "TT", "ratio"]
+    assert lines[1][:9] == ["embed", "embedding", "ttm", "5x4", "->", "10x10", "3", "2.5", "2,000"]
+    assert lines[2][:10] == [
         "fc1",
         "linear",
         "tt",
@@ -48,6 +51,7 @@ def test_table():
         "->",
         "5x4x5",
         "3,3,3,3,3",
+        "1.2",
         "10,000",
         "198",
     ]
@@ -81,6 +85,46 @@ def test_figures_of_a_linear_layer_equal_a_hand_count():
     assert layer.ranks == (1, 3, 3, 3, 3, 3, 1)
     assert layer.tt_params == 4 * 3 + 3 * 5 * 3 + 3 * 5 * 3 + 3 * 5 * 3 + 3 * 4 * 3 + 3 * 5 == 198
     assert layer.bytes == 4 * 198
+
+
+def test_figures_of_an_embedding_equal_a_hand_count():
+    """At 32 ids of 20 rows the dense table is built, at 8 ids one product a row is cheaper."""
+    layer = comera_fx.explain(optimized()).layers["embed"]
+    assert layer.flops_forward == 2 * (5 * 10) * 3 * (4 * 10)
+    assert layer.flops_backward == 2 * layer.flops_forward
+    assert (layer.dense_flops_forward, layer.dense_flops_backward) == (0, 0)
+    assert (layer.num_tokens, layer.peak_bytes, layer.saved_bytes) == (32, None, None)
+    few = comera_fx.explain(optimized(ids=torch.zeros(8, dtype=torch.long))).layers["embed"]
+    assert few.flops_forward == 2 * 8 * 10 * 3 * 10
+
+
+def test_dense_tables_take_no_flops():
+    layer = comera_fx.explain(optimized(exclude=["embed"])).layers["embed"]
+    assert (layer.reason, layer.num_tokens) == ("excluded", 32)
+    assert (layer.dense_flops_forward, layer.dense_flops_backward) == (0, 0)
+    assert layer.flops_forward is None
+
+
+def test_mode_balance():
+    report = comera_fx.explain(optimized())
+    assert report.layers["fc1"].mode_balance == 5 / 4
+    assert report.layers["embed"].mode_balance == 10 / 4
+    assert report.layers["fc2"].mode_balance is None
+    assert report.to_dict()["layers"]["fc1"]["mode_balance"] == 5 / 4
+
+
+def test_ranks_of_a_checkpoint_that_break_the_memory_limit_are_said():
+    spec = TTSpec("tt", (8, 8), (8, 8), (1, 8, 64, 8, 1))
+    small = replace(spec, ranks=(1, 1, 1, 1, 1))
+    limit = plan_linear(small, 32).peak_bytes
+    layer = TTLinear(small, 64, 64, num_tokens_hint=32, plan=PlanConfig(memory_limit_bytes=limit))
+    model = nn.ModuleDict({"fc": layer})
+    assert comera_fx.explain(model).layers["fc"].detail == ""
+    model.load_state_dict(nn.ModuleDict({"fc": TTLinear(spec, 64, 64)}).state_dict())
+    report = comera_fx.explain(model).layers["fc"]
+    text = f"no plan for 32 tokens is within memory_limit_bytes={limit}: at least "
+    assert report.detail.startswith(text)
+    assert report.flops_forward == plan_linear(spec, 32).flops_forward
 
 
 def test_dense_layers_have_their_reason_and_figures():
@@ -216,8 +260,8 @@ def test_one_diff_per_pass_that_changes_something(tmp_path: Path):
         comera_fx.optimize(model, config=config)
     assert [path.name for path in folder.iterdir()] == ["00_LinearToTT.diff"]
     assert (folder / "00_LinearToTT.diff").read_text() == dedent("""\
-        --- before
-        +++ after
+        --- before LinearToTT
+        +++ after LinearToTT, numerics changed
         @@ -1,4 +1,6 @@
          %input_1 = placeholder[input]()
         -%_0 = call_module[0](%input_1)
@@ -229,6 +273,18 @@ def test_one_diff_per_pass_that_changes_something(tmp_path: Path):
         +%_1 = call_module[1](%tt_linear_default)
          return %_1
         """)
+
+
+def test_the_head_of_a_diff_says_that_a_pass_keeps_numerics(tmp_path: Path):
+    model = comera_fx.optimize(
+        nn.Sequential(nn.Linear(64, 64)), config=OptimizeConfig(init="random", max_rank=2)
+    )
+    with comera_fx.dump_to(tmp_path):
+        comera_fx.graph(model)
+    assert (tmp_path / "00_TTModuleToOp.diff").read_text().splitlines()[:2] == [
+        "--- before TTModuleToOp",
+        "+++ after TTModuleToOp, numerics kept",
+    ]
 
 
 def test_diffs_are_numbered_and_stop_with_the_block(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Choice of modes: known best ones, order, padding, balance, small and fixed sizes."""
+"""Choice of modes: known best ones, order, padding, balance, small sizes."""
 
 from math import prod
 
@@ -117,40 +117,12 @@ def test_every_size_gets_modes_that_make_a_spec(in_features, out_features, rank,
     assert num_params(choice, layout, rank) > 0
 
 
-@layouts
-def test_given_modes_are_kept_in_their_order(layout):
-    fixed = (12, 8, 8)
-    choice = choose_modes(768, 500, layout=layout, max_rank=30, fixed_in=fixed)
-    assert choice.in_modes == fixed
-    assert prod(choice.out_modes) == 500
-    choice = choose_modes(500, 768, layout=layout, max_rank=30, fixed_out=list(fixed))
-    assert choice.out_modes == fixed
-    assert prod(choice.in_modes) == 500
-    both = choose_modes(768, 768, layout=layout, max_rank=30, fixed_in=fixed, fixed_out=fixed)
-    assert both == ModeChoice(fixed, fixed)
-
-
-def test_in_ttm_the_free_side_gets_as_many_modes_as_the_given_one():
-    for fixed in ((30522,), (160, 200), (4, 5, 4, 5, 8, 10), (2,) * 15):
-        choice = choose_modes(30522, 64, layout="ttm", max_rank=8, fixed_in=fixed)
-        assert len(choice.out_modes) == len(fixed)
-        assert prod(choice.out_modes) == 64
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem", "got"),
     [
         ({"in_features": 0}, "in_features is not positive", "0"),
         ({"out_features": -1}, "out_features is not positive", "-1"),
         ({"max_rank": 0}, "max_rank is not positive", "0"),
-        ({"fixed_in": (4, 4)}, "in_modes do not fit the layer", "(4, 4)"),
-        ({"fixed_out": (4, 0)}, "out_modes do not fit the layer", "(4, 0)"),
-        ({"fixed_out": ()}, "out_modes do not fit the layer", "()"),
-        (
-            {"fixed_in": (8, 8), "fixed_out": (4, 4, 4)},
-            "in_modes and out_modes differ in number",
-            "(8, 8) and (4, 4, 4)",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, problem, got):

@@ -9,7 +9,7 @@ from torch import nn
 
 from comera_fx.errors import CaptureError, ConfigError
 from comera_fx.modules import TTLinear
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 from comera_fx.write_back import write_back
 
 SPEC = TTSpec("tt", (4, 2), (2, 4), (1, 4, 5, 4, 1))

@@ -14,7 +14,7 @@ from comera_fx.modules import TTEmbedding
 from comera_fx.passes.embedding_to_ttm import EmbeddingToTTM
 from comera_fx.passes.pipeline import run_pipeline
 from comera_fx.report import format_graph
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 from tests.tolerances import EXACT
 
 mode_pairs = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3)

@@ -14,7 +14,7 @@ from comera_fx.modules import TTLinear
 from comera_fx.passes.linear_to_tt import LinearToTT
 from comera_fx.passes.pipeline import run_pipeline
 from comera_fx.report import format_graph
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 from tests.tolerances import EXACT
 
 modes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)

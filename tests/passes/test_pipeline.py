@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from comera_fx.passes.pipeline import copy_graph_module, run_pipeline
+from comera_fx.passes.pipeline import Pass, copy_graph_module, run_pipeline
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ def test_names_signature_and_metadata_survive_the_copy():
 def test_watchers_see_passes_that_changed_something():
     seen = []
 
-    def watch(name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
-        seen.append((name, len(before.graph.nodes), before.code != after.code))
+    def watch(graph_pass: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        seen.append((graph_pass, len(before.graph.nodes), before.code != after.code))
 
     run_pipeline(make_graph(), [ReluToTanh(), ReluToTanh()], watchers=[watch])
 
-    assert seen == [("ReluToTanh", 4, True)]
+    assert seen == [(ReluToTanh(), 4, True)]
 
 
 def test_a_pass_that_changes_nothing_leaves_the_code_as_it_is():
@@ -83,7 +83,20 @@ def test_a_pass_that_changes_nothing_leaves_the_code_as_it_is():
     assert run_pipeline(gm, [ReluToTanh()]).code == gm.code
 
 
-def test_each_pass_is_logged_with_its_count(caplog: pytest.LogCaptureFixture):
+@dataclass(frozen=True)
+class Nothing:
+    """Finds nothing to rewrite."""
+
+    keeps_numerics: ClassVar[bool] = True
+
+    def __call__(self, gm: fx.GraphModule) -> int:
+        return 0
+
+
+def test_each_pass_is_logged_with_its_count_and_numerics(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="comera_fx.passes.pipeline"):
-        run_pipeline(make_graph(), [ReluToTanh()])
-    assert caplog.messages[0].startswith("ReluToTanh: 1 rewrites, nodes 4 -> 4, ")
+        run_pipeline(make_graph(), [ReluToTanh(), Nothing()])
+    assert [message.rpartition(", ")[0] for message in caplog.messages] == [
+        "ReluToTanh: 1 rewrites, nodes 4 -> 4, numerics changed",
+        "Nothing: 0 rewrites, nodes 4 -> 4, numerics kept",
+    ]

@@ -10,7 +10,7 @@ from comera_fx.modules import TTEmbedding, TTLinear, TTModule
 from comera_fx.passes.pipeline import run_pipeline
 from comera_fx.passes.tt_module_to_op import TTModuleToOp
 from comera_fx.report import format_graph
-from comera_fx.tt import TTSpec
+from comera_fx.spec import TTSpec
 
 LINEAR = TTSpec("tt", (2, 2), (2, 2), (1, 2, 3, 2, 1))
 TABLE = TTSpec("ttm", (2, 3), (2, 2), (1, 3, 1))
