@@ -8,6 +8,7 @@ from typing import Literal
 
 from comera_fx.errors import ConfigError
 
+Objective = Literal["flops", "time"]
 Layout = Literal["tt", "ttm"]
 Ranks = int | tuple[int, ...]
 ModePair = tuple[tuple[int, ...], tuple[int, ...]]
@@ -31,20 +32,21 @@ class PlanConfig:
     """How contraction trees are chosen.
 
     Args:
-        objective: What the tree minimises. ``"flops"``: multiply-adds of forward and backward.
+        objective: What the tree minimises: ``"flops"`` of forward and backward, or their
+            predicted ``"time"``, in which copies and skinny products count.
         memory_limit_bytes: Plans whose peak is above this are refused; ``None`` is no limit.
     """
 
-    objective: Literal["flops"] = "flops"
+    objective: Objective = "flops"
     memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check(
-            self.objective == "flops",
+            self.objective in ("flops", "time"),
             "PlanConfig.objective",
             self.objective,
-            "'flops'",
-            "use objective='flops'",
+            "'flops' or 'time'",
+            "use objective='time' where ranks shrink",
         )
         limit = self.memory_limit_bytes
         _check(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from comera_fx import lower
-from comera_fx.config import Layout
+from comera_fx.config import Layout, Objective
 from comera_fx.errors import InputError
 from comera_fx.spec import TTSpec
 
@@ -120,7 +120,7 @@ def tt_linear(
         None if padded else bias,
         spec,
         num_tokens_hint=num_tokens_hint,
-        objective=cast("Literal['flops']", objective),
+        objective=cast("Objective", objective),
         memory_limit_bytes=memory_limit_bytes,
     )
     if not padded:

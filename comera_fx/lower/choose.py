@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from comera_fx.config import Objective
 from comera_fx.lower.execute import bind, contract
 from comera_fx.plan.lookup import plan_lookup
 from comera_fx.plan.networks import Network, dense_network
@@ -25,7 +25,7 @@ def linear(
     spec: TTSpec,
     *,
     num_tokens_hint: int,
-    objective: Literal["flops"],
+    objective: Objective,
     memory_limit_bytes: int | None,
 ) -> Tensor:
     """Return ``x W^T + bias`` by the plan for this number of tokens.
@@ -99,7 +99,7 @@ def _linear_program(
     wanted: tuple[bool, ...],
     dtype: torch.dtype,
     device_type: str,
-    objective: Literal["flops"],
+    objective: Objective,
     memory_limit_bytes: int | None,
 ) -> Program:
     plan = plan_linear(
@@ -109,6 +109,7 @@ def _linear_program(
         wanted[0],
         memory_limit_bytes=memory_limit_bytes,
         itemsize=dtype.itemsize,
+        device_type=device_type,
     )
     return cached_program(plan.network, plan.path, wanted, dtype.itemsize)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from comera_fx.config import PlanConfig
+from comera_fx.config import Objective, PlanConfig
 from comera_fx.errors import PlanError
+from comera_fx.plan.cost import cost_model
 from comera_fx.plan.networks import Network, linear_network
 from comera_fx.plan.program import Program, cached_program
-from comera_fx.plan.search import SsaPath, find_path
+from comera_fx.plan.search import SsaPath, find_path, two_sided_path
 from comera_fx.plan.steps import Message, Step, Steps, make_steps
 from comera_fx.spec import TTSpec
 
@@ -215,21 +216,23 @@ def _sorted(message: Message) -> str:
 def plan_linear(
     spec: TTSpec,
     num_tokens: int,
-    objective: Literal["flops"] = "flops",
+    objective: Objective = "flops",
     needs_input_grad: bool = True,
     *,
     memory_limit_bytes: int | None = None,
     itemsize: int = 4,
+    device_type: str = "cpu",
 ) -> Plan:
     """Plan ``y = x W^T`` and its gradients for a weight in TT form.
 
     Args:
         spec: Shape of the weight.
         num_tokens: Rows of ``x``.
-        objective: What the contraction tree minimises.
+        objective: What the contraction tree minimises: "flops", or the predicted "time".
         needs_input_grad: Whether the gradient of ``x`` is wanted; those of the cores are.
         memory_limit_bytes: Plans whose peak is above this are refused.
         itemsize: Bytes of one number, 4 for float32.
+        device_type: Whose speeds the time is predicted by, "cpu" or "cuda".
 
     Returns:
         The plan; equal arguments give the same object.
@@ -252,22 +255,31 @@ def plan_linear(
         )
     network = linear_network(spec, num_tokens)
 
-    def plan(minimize: str) -> Plan:
+    def searched(minimize: str) -> Plan:
         path = find_path(network, minimize)
         return Plan(spec, num_tokens, itemsize, needs_input_grad, network, path)
 
-    best = plan("flops")
+    def cost(plan: Plan) -> float:
+        if objective == "flops":
+            return plan.flops_forward + plan.flops_backward
+        return cost_model(device_type).seconds(plan.program, num_tokens, itemsize)
+
+    plans = [searched("flops")]
+    if objective == "time" and spec.layout == "tt":
+        path = two_sided_path(len(spec.in_modes), len(spec.out_modes))
+        plans.append(Plan(spec, num_tokens, itemsize, needs_input_grad, network, path))
     limit = config.memory_limit_bytes
-    if limit is None or best.peak_bytes <= limit:
-        return best
-    others = [plan(minimize) for minimize in MEMORY_OBJECTIVES]
-    fitting = [other for other in others if other.peak_bytes <= limit]
+    if limit is None:
+        return min(plans, key=cost)
+    if all(plan.peak_bytes > limit for plan in plans):
+        plans += [searched(minimize) for minimize in MEMORY_OBJECTIVES]
+    fitting = [plan for plan in plans if plan.peak_bytes <= limit]
     if not fitting:
-        least = min(other.peak_bytes for other in (best, *others))
+        least = min(plan.peak_bytes for plan in plans)
         raise PlanError(
             f"no plan of {spec} at {num_tokens} tokens stays below the memory limit",
             got=f"memory_limit_bytes={limit}",
             expected=f"at least {least}, the smallest peak found",
             mend="raise the limit, or use smaller batches or ranks",
         )
-    return min(fitting, key=lambda other: other.flops_forward + other.flops_backward)
+    return min(fitting, key=cost)

@@ -49,6 +49,33 @@ def find_path(network: Network, minimize: str = "flops") -> SsaPath:
     return tuple(_ssa_pairs(numbered, len(leaves)))
 
 
+def two_sided_path(num_in: int, num_out: int) -> SsaPath:
+    """Return the tree that contracts all input cores, all output cores, then applies both to x.
+
+    Two products with the tokens, on views alone: the tree to beat where there are many tokens,
+    even where another takes fewer FLOPs. Leaves are x, then the cores of layout "tt".
+
+    Example:
+        >>> two_sided_path(2, 2)
+        ((1, 2), (4, 3), (0, 5), (7, 6))
+    """
+    pairs: list[tuple[int, int]] = []
+    num_leaves = 1 + num_in + num_out
+
+    def chain(leaves: Sequence[int]) -> int:
+        made = leaves[0]
+        for leaf in leaves[1:]:
+            pairs.append((made, leaf))
+            made = num_leaves + len(pairs) - 1
+        return made
+
+    left = chain(range(1, num_in + 1))
+    right = chain(range(num_in + num_out, num_in, -1))
+    applied = chain((0, left))
+    chain((applied, right))
+    return tuple(pairs)
+
+
 Tree = int | tuple["Tree", "Tree"]
 """A leaf number, or the pair whose contraction makes the tensor."""
 
