@@ -32,18 +32,25 @@ class LazyWeight(Tensor):
     _requires_grad: bool
 
     @staticmethod
-    def of(shape: tuple[int, ...], like: Tensor, build: Callable[[], Tensor]) -> LazyWeight:
+    def of(
+        shape: tuple[int, ...],
+        like: Tensor,
+        build: Callable[[], Tensor],
+        requires_grad: bool | None = None,
+    ) -> LazyWeight:
         """Return the tensor that ``build`` makes when needed.
 
         Args:
             shape: Its shape.
             like: A tensor of its dtype and device, which requires grad if it does.
             build: Makes it.
+            requires_grad: Whether it requires grad, if not as ``like`` does.
         """
         lazy: LazyWeight = Tensor._make_wrapper_subclass(
             LazyWeight, shape, dtype=like.dtype, device=like.device, requires_grad=False
         )
-        lazy._build, lazy._requires_grad = build, like.requires_grad
+        lazy._build = build
+        lazy._requires_grad = like.requires_grad if requires_grad is None else requires_grad
         return lazy
 
     @classmethod
@@ -66,9 +73,13 @@ class LazyWeight(Tensor):
             return None
         if func == Tensor.__deepcopy__:
             return args[0]._build().detach()
+        if func in (Tensor.detach, torch.detach):
+            lazy = args[0]
+            return LazyWeight.of(tuple(lazy.shape), lazy, lambda: lazy._build().detach(), False)
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0]
-        if _changes_in_place(name) and isinstance(args[0], LazyWeight):
+        changed = (args[0] if args else kwargs.get("tensor"), kwargs.get("out"))
+        if any(isinstance(tensor, LazyWeight) for tensor in changed[not _changes(name) :]):
             raise InputError(
                 "the weight of a TT layer cannot be changed in place",
                 got=f"{name} on the dense view of a tensor-train weight",
@@ -95,6 +106,7 @@ class LazyWeight(Tensor):
             return f"LazyWeight(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _changes_in_place(name: str) -> bool:
+def _changes(name: str) -> bool:
+    """Whether a function of this name changes its first argument, or hangs something on it."""
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("__setitem__", "__set__")
+    return in_place or name in ("__setitem__", "__set__", "register_hook", "retain_grad")

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from comera_fx import tt
 from comera_fx.config import PlanConfig
 from comera_fx.spec import TTSpec
 from comera_fx.tt_module import TTModule, replace_data, tt_modules
@@ -66,23 +65,25 @@ class TTLinear(TTModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(spec, in_features, out_features, device=device, dtype=dtype)
+        usual_std = 1 / math.sqrt(3 * in_features)  # of nn.Linear's uniform distribution
+        super().__init__(
+            spec, in_features, out_features, usual_std=usual_std, device=device, dtype=dtype
+        )
         self.plan_config = plan or PlanConfig()
         self.in_features, self.out_features = in_features, out_features
         self.num_tokens_hint = num_tokens_hint
-        bound = 1 / math.sqrt(in_features)
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", None)
         if bias:
-            values = torch.empty(out_features, device=device, dtype=dtype).uniform_(-bound, bound)
-            self.bias: nn.Parameter | None = nn.Parameter(values)
-        else:
-            self.register_parameter("bias", None)
-        std = bound / math.sqrt(3)  # of nn.Linear's uniform distribution
-        self._reset_cores(spec, std)
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        self.reset_parameters()
 
-    def _reset_cores(self, spec: TTSpec, std: float) -> None:
-        first = self.cores[0]
-        if first.device.type != "meta":
-            self.set_cores(tt.random_cores(spec, std, dtype=first.dtype, device=first.device))
+    def reset_parameters(self) -> None:
+        """Draw cores and bias anew, at the scale of a fresh ``nn.Linear``."""
+        self._reset_cores()
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
 
     @classmethod
     def from_linear(
@@ -186,7 +187,9 @@ class TTEmbedding(TTModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(spec, num_embeddings, embedding_dim, device=device, dtype=dtype)
+        super().__init__(
+            spec, num_embeddings, embedding_dim, usual_std=1.0, device=device, dtype=dtype
+        )
         self.num_tokens_hint = num_tokens_hint
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         if padding_idx is not None and padding_idx < 0:
@@ -196,9 +199,11 @@ class TTEmbedding(TTModule):
         if padding_idx is not None:
             row = torch.zeros(embedding_dim, device=device, dtype=dtype)
         self.register_buffer("padding_row", row)
-        first = self.cores[0]
-        if first.device.type != "meta":
-            self.set_cores(tt.random_cores(spec, 1.0, dtype=first.dtype, device=first.device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the cores anew, at the scale of a fresh ``nn.Embedding``."""
+        self._reset_cores()
 
     @classmethod
     def from_embedding(

@@ -142,12 +142,17 @@ def _check_linear_input(x: Tensor, cores: list[Tensor], in_features: int) -> Non
 
 def _check_same_dtype(x: Tensor, cores: list[Tensor]) -> None:
     if x.dtype != cores[0].dtype:
+        to_x = f"model.to({x.dtype}) or " if x.is_floating_point() else ""
         raise InputError(
             "input and cores have different dtypes",
             got=f"input {x.dtype}, cores {cores[0].dtype}",
             expected="one dtype, or torch.autocast",
-            mend=f"use model.to({x.dtype}) or x.to({cores[0].dtype})",
+            mend=f"use {to_x}x.to({cores[0].dtype})",
         )
+
+
+def _is_autocast_on(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _autocast(
@@ -155,7 +160,7 @@ def _autocast(
 ) -> tuple[Tensor, list[Tensor], Tensor | None]:
     """Cast as ``F.linear`` would: an active autocast takes all but float64 to its dtype."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if not _is_autocast_on(device):
         return x, cores, bias
     dtype = torch.get_autocast_dtype(device)
 
@@ -169,7 +174,7 @@ def _autocast(
 def _no_autocast(core: Tensor) -> AbstractContextManager[Any]:
     """Rows and matrices keep the cores' dtype, as those of a dense layer do under autocast."""
     device = core.device.type
-    if not torch.is_autocast_enabled(device):
+    if not _is_autocast_on(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ class TTModule(nn.Module):
         spec: Shape of the weight at the start.
         in_size: Columns of the weight as a matrix ``(out, in)``, padding left out.
         out_size: Rows.
+        usual_std: Standard deviation of an untrained weight of this kind.
         device: Where the parameters live.
         dtype: Their dtype.
     """
@@ -35,6 +37,7 @@ class TTModule(nn.Module):
         in_size: int,
         out_size: int,
         *,
+        usual_std: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -48,6 +51,7 @@ class TTModule(nn.Module):
             )
         self.layout, self.num_in_modes = spec.layout, len(spec.in_modes)
         self._in_size, self._out_size = in_size, out_size
+        self.usual_std = usual_std
         self.init_error: float | None = None
         self.rank_threshold = 0.0
         for k, shape in enumerate(spec.core_shapes):
@@ -99,7 +103,9 @@ class TTModule(nn.Module):
         if self.rank_weights:
             return
         for k in range(1, self.num_cores):
-            ones = torch.ones(self.spec.ranks[k], device=first.device, dtype=first.dtype)
+            # A step of a half-precision number at 1 would round away.
+            dtype = torch.promote_types(first.dtype, torch.float32)
+            ones = torch.ones(self.spec.ranks[k], device=first.device, dtype=dtype)
             weight = nn.Parameter(ones, requires_grad=first.requires_grad)
             self.register_parameter(f"rank_weight_{k}", weight)
 
@@ -107,7 +113,7 @@ class TTModule(nn.Module):
         """Return the cores with the rank weights multiplied in."""
         cores: list[Tensor] = list(self.cores)
         for k, weight in enumerate(self.rank_weights, start=1):
-            live = F.threshold(weight, self.rank_threshold, 0.0)
+            live = F.threshold(weight, self.rank_threshold, 0.0).to(cores[k].dtype)
             left, right = cores[k - 1], cores[k]
             if self.joins_left(k):
                 cores[k - 1] = left * live
@@ -145,6 +151,13 @@ class TTModule(nn.Module):
 
     # ---- changing what is held ----
 
+    def _reset_cores(self) -> None:
+        first = self.cores[0]
+        if first.device.type != "meta":
+            std = self.usual_std
+            spec, dtype, device = self.spec, first.dtype, first.device
+            self.set_cores(tt.random_cores(spec, std, dtype=dtype, device=device))
+
     def set_cores(self, cores: Sequence[Tensor]) -> None:
         """Replace the numbers of the cores, whose ranks may differ; the parameters stay."""
         for parameter, core in zip(self.cores, cores, strict=True):
@@ -157,6 +170,9 @@ class TTModule(nn.Module):
         names = [f"{prefix}core_{k}" for k in range(self.num_cores)]
         if all(name in state_dict for name in names):
             self._fit_ranks(tuple(state_dict[name].shape for name in names), names[0])
+        for k, weight in enumerate(self.rank_weights, start=1):
+            if weight.numel() != self.spec.ranks[k]:  # should the state hold no rank weights
+                replace_data(weight, weight.new_ones(self.spec.ranks[k]))
         if f"{prefix}rank_weight_1" in state_dict:
             threshold = state_dict.get(f"{prefix}rank_weight_threshold", self.rank_threshold)
             self.attach_rank_weights(float(threshold))
@@ -173,7 +189,8 @@ class TTModule(nn.Module):
         """
         plain = vars(type(dense)(1, 1, device="meta"))
         own = {key: value for key, value in vars(dense).items() if key not in plain}
-        vars(self).update({key: value for key, value in own.items() if key not in vars(self)})
+        own = {key: value for key, value in own.items() if key not in vars(self)}
+        vars(self).update(copy.deepcopy(own))
         for name in ("max_norm", "norm_type", "scale_grad_by_freq", "sparse"):
             if hasattr(dense, name):
                 setattr(self, name, getattr(dense, name))
@@ -215,9 +232,16 @@ class TTModule(nn.Module):
             cores, _, self.init_error = tt.decompose(weight.detach(), spec, tol=tol, name=name)
         else:
             std = float(weight.detach().float().std()) if std is None else std
+            is_zero = std == 0
             cores = tt.random_cores(
-                spec, std, generator=generator, dtype=first.dtype, device=first.device
+                spec,
+                self.usual_std if is_zero else std,
+                generator=generator,
+                dtype=first.dtype,
+                device=first.device,
             )
+            if is_zero:  # what starts as zero stays so, and its last core gets a gradient
+                cores[-1] = torch.zeros_like(cores[-1])
         self.set_cores([core.to(first) for core in cores])
         for core in self.cores:
             core.requires_grad_(weight.requires_grad)

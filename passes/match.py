@@ -88,6 +88,7 @@ def insert_cores(gm: fx.GraphModule, name: str, layer: TTModule) -> list[fx.Node
     for k in range(1, len(layer.rank_weights) + 1):
         weight = graph.get_attr(f"{name}.rank_weight_{k}")
         live = graph.call_function(F.threshold, (weight, layer.rank_threshold, 0.0))
+        live = graph.call_method("to", (live, held[k].dtype))
         if layer.joins_left(k):
             cores[k - 1] = graph.call_function(operator.mul, (cores[k - 1], live))
         else:

@@ -37,6 +37,22 @@ def test_grad_flags_dtype_and_mode_are_the_dense_layers(init):
     assert not layer.training
 
 
+def test_a_zero_weight_stays_zero_under_random_init_and_trains():
+    dense = nn.Linear(12, 10)
+    nn.init.zeros_(dense.weight)
+    layer = TTLinear.from_linear(dense, SMALL, init="random")
+    assert not layer.dense_weight().any()
+    layer(torch.randn(3, 12)).square().sum().backward()
+    assert layer.core_3.grad.any()
+
+
+def test_reset_parameters_draws_anew():
+    for layer in (TTLinear(SMALL, 12, 10), TTEmbedding(TTSpec("ttm", (4,), (8,), (1, 1)), 4, 8)):
+        before = [p.clone() for p in layer.parameters()]
+        layer.reset_parameters()
+        assert not any(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+
+
 def test_no_bias_stays_no_bias():
     layer = TTLinear.from_linear(nn.Linear(12, 10, bias=False), SMALL)
     assert layer.bias is None
@@ -93,6 +109,10 @@ def test_weight_is_differentiable_in_the_cores():
         lambda weight: weight.data.normal_(),
         nn.init.xavier_uniform_,
         lambda weight: weight.__setitem__(0, 1.0),
+        lambda weight: weight.detach().zero_(),
+        nn.init.normal_,
+        lambda weight: torch.add(torch.ones(10, 12), 1, out=weight),
+        lambda weight: weight.register_hook(print),
     ],
 )
 def test_changing_the_dense_view_in_place_is_refused(change):
@@ -183,8 +203,10 @@ def test_a_checkpoint_computes_the_same_without_its_adapter():
 
 def test_attributes_hung_on_the_dense_layer_are_carried_over():
     dense = nn.Linear(12, 10)
-    dense.gain = 2.0
-    assert TTLinear.from_linear(dense, SMALL).gain == 2.0
+    dense.stats = [2.0]
+    layer = TTLinear.from_linear(dense, SMALL)
+    layer.stats.append(3.0)
+    assert (layer.stats, dense.stats) == ([2.0, 3.0], [2.0])
     table = TTEmbedding.from_embedding(
         nn.Embedding(30, 32), TTSpec("ttm", (4, 8), (8, 4), (1, 3, 1))
     )
@@ -202,13 +224,46 @@ def test_the_input_may_be_named():
 
 def test_the_dense_weight_is_never_the_core_itself():
     layer = TTLinear(TTSpec("ttm", (12,), (10,), (1, 1)), 12, 10)
-    layer.weight.detach().zero_()
+    layer.dense_weight().detach().zero_()
     assert layer.core_0.any()
 
 
 def test_rank_zero_embedding_is_zero():
     table = TTEmbedding(TTSpec("ttm", (4, 8), (8, 4), (1, 0, 1)), 30, 32)
     assert torch.equal(table(torch.tensor([3, 4])), torch.zeros(2, 32))
+
+
+def test_a_checkpoint_without_rank_weights_leaves_a_layer_that_works():
+    layer, fresh = TTLinear(SMALL, 12, 10), TTLinear(FULL, 12, 10)
+    layer.attach_rank_weights(0.01)
+    with pytest.raises(RuntimeError, match="rank_weight_1"):
+        layer.load_state_dict(fresh.state_dict())
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(layer(x), fresh(x))
+
+
+def test_rank_weights_of_half_precision_cores_are_float32():
+    layer = TTLinear(SMALL, 12, 10, dtype=torch.bfloat16)
+    layer.attach_rank_weights(0.01)
+    assert layer.rank_weight_1.dtype == torch.float32
+    x = torch.randn(3, 12, dtype=torch.bfloat16)
+    assert layer(x).dtype == torch.bfloat16
+    layer(x).sum().backward()
+    assert layer.rank_weight_1.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("ranks", [(1, 1, 1, 1, 1), (1, 1, 2, 1, 1), (1, 2, 1, 2, 1)])
+def test_outputs_are_contiguous_at_low_ranks(ranks):
+    layer = TTLinear(TTSpec("tt", (3, 4), (2, 5), ranks), 12, 10)
+    for shape in ((12,), (1, 12), (2, 5, 12), (70, 12)):
+        assert layer(torch.randn(shape)).is_contiguous()
+        with torch.no_grad():
+            assert layer(torch.randn(shape)).is_contiguous()
+
+
+def test_shapes_on_the_meta_device():
+    layer = TTLinear(SMALL, 12, 10, device="meta")
+    assert layer(torch.empty(3, 12, device="meta")).shape == (3, 10)
 
 
 def test_rank_one():

@@ -140,7 +140,7 @@ def _run_forward(
         last = steps[-1]
         assert bias is not None
         return torch.addmm(bias, last.left.of(tensors), last.right.of(tensors)).reshape(shape)
-    result = bound.result.of(tensors).reshape(shape)
+    result = bound.result.of(tensors).reshape(shape).contiguous()
     if not steps:
         result = result.clone()  # else the result would be the leaf itself
     return result if bias is None else result + bias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import weakref
 from fnmatch import fnmatchcase
 
 import torch
@@ -13,6 +14,7 @@ from comera_fx.errors import RankError
 from comera_fx.modules import TTModule, tt_modules
 from comera_fx.train.groups import RANK_LR_SCALE
 
+_OWNERS: weakref.WeakKeyDictionary[TTModule, weakref.ref[object]] = weakref.WeakKeyDictionary()
 SEVERAL_PROCESSES = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
@@ -57,6 +59,25 @@ def adaptable_layers(model: nn.Module, config: RankConfig) -> dict[str, TTModule
     return layers
 
 
+def claim(adapter: object, layers: dict[str, TTModule]) -> None:
+    """Note whose layers these are.
+
+    Raises:
+        RankError: If another adapter that is still in use has one of them.
+    """
+    for name, layer in layers.items():
+        owner = _OWNERS.get(layer)
+        if owner is not None and owner() is not None:
+            raise RankError(
+                "two adapters on one layer would cut each other's ranks",
+                got=f"a second RankAdapter for layer {name!r}",
+                expected="one adapter per layer",
+                mend="go on with the first, delete it, or exclude the layer from one of them",
+            )
+    for layer in layers.values():
+        _OWNERS[layer] = weakref.ref(adapter)
+
+
 def check_holds_cores(optimizer: torch.optim.Optimizer, layers: dict[str, TTModule]) -> None:
     """Raise unless the optimizer trains the cores of all layers.
 
@@ -77,22 +98,52 @@ def check_holds_cores(optimizer: torch.optim.Optimizer, layers: dict[str, TTModu
 
 
 def hand_over(optimizer: torch.optim.Optimizer, layers: dict[str, TTModule]) -> None:
-    """Give the optimizer the layers' rank weights, unless it has them."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """Give the optimizer the layers' rank weights, in a group of their own.
+
+    They go to the group of ``param_groups`` made for them, or to a new one. Where they stand in
+    another group, as after ``AdamW(model.parameters())`` on a resumed model, they leave it: there
+    they would have the cores' rate and weight decay.
+
+    Raises:
+        RankError: If a new group is needed and the optimizer cannot take one.
+    """
     weights = [weight for layer in layers.values() for weight in layer.rank_weights]
-    fresh = [weight for weight in weights if id(weight) not in held]
-    if not fresh:
-        return
+    own = [group for group in optimizer.param_groups if group.get("rank_weights")]
+    if not own:
+        _check_takes_groups(optimizer)
+    ids = {id(weight) for weight in weights}
     for group in optimizer.param_groups:
-        if group.get("rank_weights"):
-            group["params"].extend(fresh)
-            return
+        if not group.get("rank_weights"):
+            group["params"] = [p for p in group["params"] if id(p) not in ids]
+    if own:
+        held = {id(p) for p in own[0]["params"]}
+        own[0]["params"].extend(weight for weight in weights if id(weight) not in held)
+        return
     cores = {id(core) for layer in layers.values() for core in layer.cores}
     lr = next(
         group["lr"]
         for group in optimizer.param_groups
         if any(id(p) in cores for p in group["params"])
     )
+    lr = RANK_LR_SCALE * lr
     optimizer.add_param_group(
-        {"params": fresh, "lr": RANK_LR_SCALE * lr, "weight_decay": 0.0, "rank_weights": True}
+        {"params": weights, "lr": lr, "weight_decay": 0.0, "rank_weights": True}
     )
+
+
+def _check_takes_groups(optimizer: torch.optim.Optimizer) -> None:
+    mend = "build it from comera_fx.param_groups(model, lr=...), which has a group for them"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise RankError(
+            "rank adaptation needs an optimizer of several parameter groups",
+            got="LBFGS, which takes one",
+            expected="SGD, Adam, AdamW or another first-order optimizer",
+            mend="use AdamW(comera_fx.param_groups(model, lr=1e-3))",
+        )
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise RankError(
+            "a learning-rate scheduler was made before the rank weights had a group",
+            got=f"{type(optimizer).__name__} with a scheduler and no group for rank weights",
+            expected="a group for the rank weights that the scheduler knows",
+            mend=f"{mend}, or make the scheduler after the RankAdapter",
+        )

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
-from comera_fx.train.adaptable import adaptable_layers, check_holds_cores, hand_over
+from comera_fx.train.adaptable import (
+    adaptable_layers,
+    check_holds_cores,
+    claim,
+    hand_over,
+)
 from comera_fx.train.select import Bond, ranks_to_give_up, spare
 from comera_fx.train.shrink import check_state, cut_ranks
 from comera_fx.train.size import SizeOf
@@ -67,16 +72,19 @@ class RankAdapter:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: RankConfig | None = None
     ) -> None:
+        _check_types(model, optimizer, config)
         self.config = config or RankConfig()
         self.optimizer = optimizer
         self._layers = adaptable_layers(model, self.config)
         check_holds_cores(optimizer, self._layers)
         check_state(optimizer, self._layers.items())
+        claim(self, self._layers)
         for layer in self._layers.values():
             layer.attach_rank_weights(self.config.threshold)
         hand_over(optimizer, self._layers)
         self.initial_size = self.size
         self.target_size = self._target()
+        self._warn_if_out_of_reach()
         self.history: list[dict[str, Any]] = []
         self._num_steps = 0
         self._reference_loss: float | None = None
@@ -101,13 +109,14 @@ class RankAdapter:
             size has met its target, the task loss. With a target, the gradient of S^ reaches
             only the rank weights that would have to go for it.
         """
-        if task_loss.numel() != 1:
+        if not isinstance(task_loss, Tensor) or task_loss.numel() != 1:
             raise RankError(
                 "RankAdapter.loss needs a scalar",
-                got=f"a tensor of shape {tuple(task_loss.shape)}",
+                got=f"{type(task_loss).__name__} {tuple(getattr(task_loss, 'shape', ()))}",
                 expected="one number",
                 mend="reduce the loss first: loss.mean()",
             )
+        self._check_ranks()
         self._note(task_loss)
         stage = self.stage
         if stage == "warmup":
@@ -122,6 +131,12 @@ class RankAdapter:
         before = self.stage
         self._num_steps += 1
         self._num_forgotten = 0
+        if self._num_steps == FORGOTTEN_AFTER and self._mean_loss is None:
+            warnings.warn(
+                f"RankAdapter.step was called {FORGOTTEN_AFTER} times without RankAdapter.loss: "
+                "nothing asks ranks to shrink. Train on adapter.loss(task_loss).",
+                stacklevel=2,
+            )
         self._hold_others()
         pruning = before != "warmup" and self._num_steps % self.config.prune_every == 0
         if pruning:
@@ -259,6 +274,34 @@ class RankAdapter:
         mean = None if self._mean_loss is None else float(self._mean_loss)
         return mean if mean is not None and abs(mean) < float("inf") else None
 
+    def _check_ranks(self) -> None:
+        """Raise where ranks have changed since the last cut, as by loading a checkpoint."""
+        if self._ranks_at_cut != [weight.numel() for weight in self._weights()]:
+            raise RankError(
+                "the model's ranks have changed outside the adapter",
+                got=f"ranks {self.ranks}",
+                expected=f"the ranks after the last cut, up to step {self._num_steps}",
+                mend="after model.load_state_dict load the optimizer's and the adapter's state too",
+            )
+
+    def _warn_if_out_of_reach(self) -> None:
+        """Say so where even the smallest ranks that cuts may reach hold more than the target."""
+        if self.target_size is None:
+            return
+        least = max(self.config.min_rank, 1)
+        smallest = 0
+        for layer in self._layers.values():
+            inner = [min(rank, least) for rank in layer.spec.ranks[1:-1]]
+            ranks = (1, *inner, 1)
+            modes = enumerate(layer.spec.mode_sizes)
+            smallest += sum(ranks[k] * mode * ranks[k + 1] for k, mode in modes)
+        if smallest > self.target_size:
+            warnings.warn(
+                f"the target of {self.target_size:,} parameters is out of reach: at rank {least} "
+                f"on every bond the layers hold {smallest:,}.",
+                stacklevel=4,
+            )
+
     def _choose_pushed(self) -> None:
         """With a target, let the size penalty push only on ranks that the target asks to cut.
 
@@ -274,6 +317,7 @@ class RankAdapter:
 
     def _push(self, pushed: list[Tensor] | None) -> None:
         self._pushed = pushed
+        self._ranks_at_cut = [weight.numel() for weight in self._weights()]
         self._held = [weight.detach().clone() for weight in self._weights()]
         self._size_of = SizeOf(list(self._layers.values()), self.config.threshold, pushed)
 
@@ -306,6 +350,8 @@ class RankAdapter:
         for name, layer in self._layers.items():
             kept = [bond.alive for bond in bonds if bond.layer == name]
             if any(len(alive) < len(w) for alive, w in zip(kept, layer.rank_weights, strict=True)):
+                if layer.tt_params and not all(kept):
+                    _warn_of_death(name)
                 device = layer.cores[0].device
                 cut_ranks(
                     layer,
@@ -367,3 +413,27 @@ class RankAdapter:
             held = sum(layer.tt_params * layer.cores[0].element_size() for layer in layers)
             return max(int(self.initial_size * config.target_bytes / held), 1)
         return config.target_params
+
+
+def _warn_of_death(name: str) -> None:
+    warnings.warn(
+        f"all ranks of a bond of layer {name!r} have died: from now on the layer is its bias "
+        "alone. Raise min_rank, or lower gamma or the rank weights' learning rate.",
+        stacklevel=4,
+    )
+
+
+def _check_types(model: object, optimizer: object, config: object) -> None:
+    wanted: tuple[tuple[str, object, type | tuple[type, ...]], ...] = (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+        ("config", config, (RankConfig, type(None))),
+    )
+    for name, value, kind in wanted:
+        if not isinstance(value, kind):
+            raise RankError(
+                f"RankAdapter got a {name} of the wrong type",
+                got=type(value).__name__,
+                expected="an nn.Module, a torch optimizer and a RankConfig",
+                mend="write RankAdapter(model, optimizer, RankConfig(target_ratio=0.5))",
+            )

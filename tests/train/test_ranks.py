@@ -169,19 +169,77 @@ def test_min_rank_and_exclude():
     assert model[2].rank_weights == ()
 
 
-def test_ranks_may_fall_to_zero():
+def test_ranks_may_fall_to_zero_which_is_said():
     model, optimizer, adapter = make(rank_lr=0.1, gamma=100.0, prune_every=5)
-    train(model, optimizer, adapter, range(60))
+    with pytest.warns(UserWarning, match="the layer is its bias alone"):
+        train(model, optimizer, adapter, range(60))
     assert adapter.ranks == {"0": [0, 0, 0], "2": [0, 0, 0]}
     assert adapter.size == 0
     train(model, optimizer, adapter, range(60, 62))
 
 
-@pytest.mark.parametrize("target", [0.999, 1e-6])
-def test_extreme_targets(target):
-    model, optimizer, adapter = make(rank_lr=0.1, target_ratio=target, early_steps=5)
+def test_a_target_close_by_is_met_and_not_passed_by_much():
+    model, optimizer, adapter = make(rank_lr=0.1, target_ratio=0.999, early_steps=5)
+    train(model, optimizer, adapter, range(60))
+    assert 0.9 * adapter.target_size < adapter.size <= adapter.target_size
+
+
+@pytest.mark.parametrize("config", [{"target_ratio": 1e-6}, {"target_ratio": 0.4, "min_rank": 9}])
+def test_a_target_out_of_reach_is_said_and_training_goes_on(config):
+    with pytest.warns(UserWarning, match="is out of reach"):
+        model, optimizer, adapter = make(rank_lr=0.1, early_steps=5, **config)
     losses = train(model, optimizer, adapter, range(60))
-    assert all(loss == loss for loss in losses)
+    assert losses[-1] < losses[0]
+    least = min(config.get("min_rank", 1), 4)
+    assert all(rank >= least for ranks in adapter.ranks.values() for rank in ranks)
+
+
+def test_forgetting_loss_warns():
+    _, _, adapter = make()
+    for _ in range(99):
+        adapter.step()
+    with pytest.warns(UserWarning, match=r"without RankAdapter\.loss"):
+        adapter.step()
+
+
+def test_a_second_adapter_is_refused_while_the_first_lives():
+    model, optimizer, adapter = make()
+    with pytest.raises(RankError, match="two adapters"):
+        RankAdapter(model, optimizer)
+    del adapter
+    RankAdapter(model, optimizer)
+
+
+def test_ranks_changed_from_outside_are_noticed():
+    model, optimizer, adapter = make(target_ratio=0.5, early_steps=5, rho=0.5)
+    best = torch.load(io.BytesIO(_saved(model.state_dict())), weights_only=True)
+    train(model, optimizer, adapter, range(120))
+    model.load_state_dict(best)
+    with pytest.raises(RankError, match="changed outside the adapter"):
+        adapter.loss(torch.tensor(1.0))
+
+
+def test_a_resumed_model_in_a_plain_optimizer_gets_its_own_group():
+    saved = make()[0].state_dict()
+    model = nn.Sequential(TTLinear(STUDENT, 32, 32), nn.Tanh(), TTLinear(STUDENT, 32, 32))
+    model.load_state_dict(saved)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    RankAdapter(model, optimizer)
+    ranks = [w for layer in (model[0], model[2]) for w in layer.rank_weights]
+    assert [id(w) for w in optimizer.param_groups[1]["params"]] == [id(w) for w in ranks]
+    assert not {id(p) for p in optimizer.param_groups[0]["params"]} & {id(w) for w in ranks}
+
+
+def with_scheduler():
+    model = nn.Sequential(TTLinear(STUDENT, 32, 32))
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return model, optimizer
+
+
+def with_lbfgs():
+    model = nn.Sequential(TTLinear(STUDENT, 32, 32))
+    return model, torch.optim.LBFGS(model.parameters())
 
 
 def test_targets_in_parameters_and_bytes_agree():
@@ -198,7 +256,8 @@ def test_a_loss_that_is_not_finite_prunes_nothing_and_is_forgotten():
         adapter.step()
         assert adapter.size == adapter.initial_size
     adapter.loss(torch.tensor(1.0))
-    adapter.step()
+    with pytest.warns(UserWarning, match="have died"):
+        adapter.step()
     assert adapter.size == 0
     assert adapter.history[-1]["loss"] == pytest.approx(1.0)
 
@@ -285,6 +344,11 @@ def dense_then_optimized():
             lambda: RankAdapter(as_distributed(make()[0]), make()[1]),
             "rank adaptation works in one process",
         ),
+        (lambda: RankAdapter(*with_scheduler()), "scheduler was made before"),
+        (lambda: RankAdapter(*with_lbfgs()), "several parameter groups"),
+        (lambda: RankAdapter(*make()[:2], {"target_ratio": 0.5}), "config of the wrong type"),
+        (lambda: RankAdapter(make()[0], None), "optimizer of the wrong type"),
+        (lambda: make()[2].loss(1.0), "needs a scalar"),
         (lambda: make(exclude=["nosuch"]), "pattern that matches no TT layer"),
         (lambda: make()[2].load_state_dict({}), "state is incomplete"),
         (
