@@ -1,0 +1,1 @@
+"""The demo: pre-train a small language model, dense and optimised, side by side."""

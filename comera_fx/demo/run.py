@@ -1,0 +1,165 @@
+"""The whole demo: race, checkpoints on the way, and what is left in the output folder."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from comera_fx.demo.config import DemoConfig, conflict
+from comera_fx.demo.data import Corpus, load_corpus
+from comera_fx.demo.page import write_page
+from comera_fx.demo.results import RESULTS_FILE, collect, headline, write_json
+from comera_fx.demo.show import Progress, headline_table
+from comera_fx.demo.train import Race
+from comera_fx.errors import ConfigError
+
+CHECKPOINT_FILE, PAGE_FILE = "checkpoint.pt", "report.html"
+_FORMAT = 1
+
+
+def run_demo(
+    settings: Mapping[str, Any], out: Path, *, resume: bool = False, console: Console
+) -> int:
+    """Run the demo, or the rest of it.
+
+    Args:
+        settings: Fields of ``DemoConfig``; those left out have their defaults. A resumed run
+            keeps the settings it was started with.
+        out: Folder for the checkpoint, both models' weights, the results and the page.
+        resume: Go on from the checkpoint in ``out``.
+        console: Where to show progress and the table.
+
+    Returns:
+        The exit status: 0, or 128 and the number of the signal that stopped the run.
+
+    Raises:
+        ConfigError: If a setting is out of range, or there is nothing to resume.
+    """
+    path = out / CHECKPOINT_FILE
+    if resume:
+        state = read_checkpoint(path)
+        config = DemoConfig(**state["config"])
+        notice = conflict(settings, config)
+        if notice is not None:
+            console.print(f"[yellow]Note:[/] {escape(str(notice))}", highlight=False)
+    else:
+        state, config = None, DemoConfig(**settings)
+    corpus = load_corpus(config)
+    console.print(_describe(corpus), highlight=False)
+    race = Race(config, corpus)
+    if state is not None:
+        race.load_state_dict(state)
+    out.mkdir(parents=True, exist_ok=True)
+    stopped_by = _race_to_the_end(race, path, console)
+    if stopped_by is not None:
+        console.print(
+            f"Stopped. It goes on with: comera-fx demo --resume --out {out}",
+            markup=False,
+            soft_wrap=True,
+        )
+        return 128 + stopped_by
+    results = collect(race, out)
+    write_json(results, config, out / RESULTS_FILE)
+    write_page(race, results, out / PAGE_FILE)
+    console.print(headline_table(headline(results), config))
+    console.print(
+        f"Pictures, and a table by layer: {out / PAGE_FILE}", markup=False, soft_wrap=True
+    )
+    return 0
+
+
+def write_checkpoint(race: Race, path: Path) -> None:
+    """Write the run to ``path``; a stop half-way leaves the old file, never half of a new one."""
+    draft = path.with_name(path.name + ".new")
+    torch.save({"format": _FORMAT, **race.state_dict()}, draft)
+    os.replace(draft, path)  # noqa: PTH105 - Path.replace is the same call
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return what ``write_checkpoint`` wrote.
+
+    Raises:
+        ConfigError: If there is no checkpoint, or it is not one of this demo.
+    """
+    if not path.exists():
+        raise ConfigError(
+            "there is no run to resume",
+            got=f"no file {path}",
+            expected="the checkpoint of a run that was started and stopped",
+            mend="leave out --resume, or name that run's folder with --out",
+        )
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        state = {"format": f"a file torch.load refuses ({type(error).__name__})"}
+    if state.get("format") != _FORMAT:
+        raise ConfigError(
+            f"{path} is not a checkpoint that this version of the demo can read",
+            got=f"format {state.get('format')}",
+            expected=f"format {_FORMAT}",
+            mend="leave out --resume to start anew",
+        )
+    return dict(state)
+
+
+class StopRequest:
+    """Within it Ctrl-C and SIGTERM are noted, to be obeyed between two steps.
+
+    A step half done could not be resumed from. A second signal stops the process at once; the
+    last checkpoint is then what a resumed run starts from.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+
+
+def _race_to_the_end(race: Race, path: Path, console: Console) -> int | None:
+    """Return the signal that stopped the race, if one did; the race is saved in either case."""
+    saved_at = time.monotonic()
+    with StopRequest() as stop, Progress(race, console) as progress:
+        while race.phase != "done" and stop.signal is None:
+            race.advance()
+            progress.update()
+            if time.monotonic() - saved_at > race.config.checkpoint_seconds:
+                write_checkpoint(race, path)
+                saved_at = time.monotonic()
+        write_checkpoint(race, path)
+    return stop.signal
+
+
+def _describe(corpus: Corpus) -> str:
+    return (
+        f"Python's standard library: {len(corpus.train_files)} files "
+        f"({len(corpus.train) / 1e6:.1f} MB) to train on, "
+        f"{len(corpus.held_out_files)} files ({len(corpus.held_out) / 1e6:.1f} MB) held out"
+    )
