@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from comera_fx.capture import Captured, capture
 from comera_fx.config import OptimizeConfig
@@ -106,7 +106,11 @@ def explain(model: nn.Module) -> Report:
 
     Returns:
         A report whose ``repr`` is a table. ``.layers[name]`` holds the figures.
+
+    Raises:
+        ConfigError: If ``model`` is no module.
     """
+    _check_model(model, "explain")
     return explain_model(model)
 
 
@@ -120,21 +124,30 @@ def graph(model: nn.Module, example_inputs: object = None) -> fx.GraphModule:
     Returns:
         A graph that shares its weights with ``model``. ``meta["capture"]`` names the method
         and ``meta["notes"]`` says what the graph does not know.
+
+    Raises:
+        ConfigError: If ``model`` is no module, or ``example_inputs`` no arguments.
+        CaptureError: If the model fails on ``example_inputs``.
     """
+    _check_model(model, "graph")
     captured = capture(model, example_inputs)
     gm = run_pipeline(captured.gm, [TTModuleToOp()], watchers=active_watchers())
     gm.meta.update(capture=captured.kind, notes=list(captured.notes))
     return gm
 
 
-def _check_arguments(model: object, config: object) -> None:
+def _check_model(model: object, verb: str) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            "optimize works on modules",
+            f"{verb} works on modules",
             got=type(model).__name__,
             expected="a torch.nn.Module",
             mend="pass the model itself",
         )
+
+
+def _check_arguments(model: object, config: object) -> None:
+    _check_model(model, "optimize")
     if not isinstance(config, OptimizeConfig):
         raise ConfigError(
             "the config is of the wrong type",
@@ -192,10 +205,13 @@ def _make_layer(
     choice: Choice, spec: TTSpec, config: OptimizeConfig, generator: torch.Generator
 ) -> TTModule:
     name, dense = choice.candidate.shown, choice.candidate.module
+    weight = dense.weight
+    assert isinstance(weight, nn.Parameter), "the policy chooses layers with a plain weight only"
+    bounds = _bounds(name, weight)
     settings: dict[str, Any] = {
         "init": config.init,
         "tol": config.tol,
-        "std": _std(name, dense) if config.init == "random" else None,
+        "std": _std(weight, *bounds) if config.init == "random" else None,
         "generator": generator,
         "num_tokens_hint": choice.num_tokens,
         "name": name,
@@ -206,20 +222,26 @@ def _make_layer(
     return TTEmbedding.from_embedding(dense, spec, **settings)
 
 
-def _std(name: str, dense: nn.Module) -> float:
-    """Return the standard deviation of the weight, or a usual one where it is constant."""
-    weight = dense.weight
-    assert isinstance(weight, nn.Parameter), "the policy chooses layers with a plain weight only"
+def _bounds(name: str, weight: Tensor) -> tuple[float, float]:
+    """Return the least and the greatest entry, which are finite: neither init can do without."""
     least, most = (float(bound) for bound in weight.detach().aminmax())
     if not (math.isfinite(least) and math.isfinite(most)):
         raise WeightError(
-            f"the weight of {name} has no standard deviation to start from",
-            got="NaN or infinite entries",
-            expected="finite numbers",
-            mend="initialise the layer, or exclude it",
+            f"the weight of {name} holds NaN or infinity",
+            got=f"entries from {least} to {most}",
+            expected="finite numbers, for either init",
+            mend="repair or initialise the weight, or leave the layer out with exclude=",
         )
-    if least == most:
-        return 1 / math.sqrt(3 * weight.shape[1])  # that of nn.Linear's own initialisation
+    return least, most
+
+
+def _std(weight: Tensor, least: float, most: float) -> float:
+    """Return the standard deviation of the weight, or a usual one where it is constant.
+
+    A weight of zeros keeps its zero: models count on layers that start by doing nothing.
+    """
+    if least == most:  # where not zero, that of nn.Linear's own initialisation
+        return 1 / math.sqrt(3 * weight.shape[1]) if most else 0.0
     size = max(-least, most)  # squares of entries near the largest float would overflow
     return size * float((weight.detach() / size).float().std(correction=0))
 

@@ -8,8 +8,9 @@ each one is replayed against the model, and dropped where the results differ.
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import wraps
@@ -27,10 +28,12 @@ from comera_fx.replay import (
     as_inputs,
     difference,
     first_line,
+    graph_module,
     has_no_values,
     is_known,
     known_leaves,
     run_model,
+    unholdable,
     untouched,
     value_of,
 )
@@ -38,8 +41,8 @@ from comera_fx.replay import (
 CaptureKind = Literal["export", "symbolic_trace", "module_graph"]
 ROOT = "root"
 """Name in the graph of a model that is itself one layer: a call needs a name that is not empty."""
-
-
+_one_at_a_time = threading.RLock()
+"""Tracing patches torch and redirects the streams of the process: no two threads may do so."""
 _PROPERTIES = ("dtype", "device", "shape", "ndim", "requires_grad")
 
 
@@ -50,7 +53,8 @@ class Captured:
     Args:
         gm: The graph. Each call of an ``nn.Linear`` or ``nn.Embedding`` is a ``call_module``
             node whose target is the model's own layer, by its first name in ``named_modules``
-            (``"root"`` for a model that is itself one layer). The containers are new.
+            (``"root"`` for a model that is itself one layer). The containers are new. Names
+            that a graph module cannot hold, such as ``graph`` or a keyword, end in ``_``.
         kind: The method that worked.
         notes: What was tried before, and what this kind of graph does not know.
         num_tokens: Rows of input in the largest call of each ``nn.Linear`` and
@@ -73,6 +77,7 @@ class _Traced:
     gm: fx.GraphModule
     functional: dict[str, str]
     notes: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Unusable(Exception):  # noqa: N818 (not an error: the next method is tried)
@@ -97,7 +102,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Captured:
     """
     inputs = as_inputs(example_inputs)
     whole = _Root(model) if _is_layer(model) else model
-    with untouched(whole):
+    with _one_at_a_time, untouched(whole):
         captured = _capture(whole, inputs, type(model).__name__)
     captured.gm.training = model.training
     if whole is model:
@@ -136,7 +141,7 @@ def _capture(model: nn.Module, inputs: Inputs | None, shown: str) -> Captured:
         notes += traced.notes
         if inputs is None:
             notes.append("not checked by a replay: there were no example_inputs")
-        called = _called(traced.gm)
+        called = _called(traced.gm, traced.renamed)
         return Captured(traced.gm, kind, tuple(notes), num_tokens, traced.functional, called)
     return _module_graph(model, notes, num_tokens)
 
@@ -167,6 +172,9 @@ def _below_root(name: str) -> str:
 def _export(
     model: nn.Module, inputs: Inputs, expected: list[Any], calls: dict[str, Calls]
 ) -> _Traced:
+    names = unholdable(model)
+    if names:
+        raise _Unusable(f"a graph module cannot hold the name {names[0]!r}")
     notes = []
     unknown = {type(leaf).__name__ for leaf in expected if not is_known(leaf)}
     if unknown:
@@ -323,12 +331,13 @@ def _symbolic(model: nn.Module) -> _Traced:
     try:
         with untouched(model):
             graph = _Tracer().trace(model)
+            # Constants are attributes of the model for as long as this block lasts.
+            gm, renamed = graph_module(model, graph)
     except Exception as error:  # it traces the model's own code, which may raise anything
         raise _Unusable(first_line(error)) from error
-    gm = fx.GraphModule(model, graph, type(model).__name__)
     _fold_properties(gm)
     gm.recompile()
-    return _Traced(gm, _functional_uses(gm, model))
+    return _Traced(gm, _functional_uses(gm, model), renamed=renamed)
 
 
 def _fold_properties(gm: fx.GraphModule) -> None:
@@ -359,15 +368,17 @@ def _module_graph(model: nn.Module, notes: list[str], num_tokens: dict[str, int]
     results = []
     for name, module in model.named_modules():
         own = [key for key, param in module._parameters.items() if param is not None]
-        if own and name and not any(module.children()):
+        if own and name and next(module.children(), None) is None:
             results.append(graph.call_module(name, (unknown,)))
         else:  # its layers get calls of their own, so it cannot be one call itself
             results += [graph.get_attr(f"{name}.{key}" if name else key) for key in own]
     graph.output(tuple(results))
-    gm = fx.GraphModule(model, graph, "ModuleGraph")
+    gm, renamed = graph_module(model, graph)
+    gm.__class__.__name__ = "ModuleGraph"
     lost = "module graph: no data flow, and direct reads of weights are not seen"
-    return Captured(gm, "module_graph", (*notes, lost), num_tokens, {}, _called(gm))
+    return Captured(gm, "module_graph", (*notes, lost), num_tokens, {}, _called(gm, renamed))
 
 
-def _called(gm: fx.GraphModule) -> frozenset[str]:
-    return frozenset(str(node.target) for node in gm.graph.nodes if node.op == "call_module")
+def _called(gm: fx.GraphModule, renamed: Mapping[str, str]) -> frozenset[str]:
+    targets = (str(node.target) for node in gm.graph.nodes if node.op == "call_module")
+    return frozenset(renamed.get(target, target) for target in targets)

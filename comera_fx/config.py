@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +25,19 @@ def _is_number(value: object) -> bool:
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_names(name: str, value: object) -> None:
+    """Patterns must outlast one reading, which an iterator does not."""
+    is_some = isinstance(value, Collection) and not isinstance(value, str)
+    field = name.rpartition(".")[2]
+    _check(
+        is_some and all(isinstance(pattern, str) for pattern in value),  # type: ignore[attr-defined]
+        name,
+        value,
+        "a sequence of patterns",
+        f"write {field}=[{value!r}]" if isinstance(value, str) else f"write {field}=['*.fc1']",
+    )
 
 
 @dataclass(frozen=True)
@@ -105,6 +118,7 @@ class OptimizeConfig:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        self._check_types()
         self._check_choices()
         self._check_patterns()
 
@@ -125,6 +139,41 @@ class OptimizeConfig:
             "a relative error, 0 <= tol < 1, or None",
             "use tol=0.05 for 5 %",
         )
+        _check(
+            _is_count(self.seed, 0) and self.seed < 2**64,
+            "OptimizeConfig.seed",
+            self.seed,
+            "an int, 0 or more, below 2**64",
+            "give a small int such as 0",
+        )
+
+    def _check_types(self) -> None:
+        if self.targets is not None:
+            _check_names("OptimizeConfig.targets", self.targets)
+        _check_names("OptimizeConfig.exclude", self.exclude)
+        for name, example in (("ranks", "30"), ("layouts", "'ttm'"), ("modes", "((8, 8), (8, 8))")):
+            value = getattr(self, name)
+            _check(
+                isinstance(value, Mapping) and all(isinstance(key, str) for key in value),
+                f"OptimizeConfig.{name}",
+                value,
+                "a mapping from patterns",
+                f"write {name}={{'*.fc1': {example}}}",
+            )
+        _check(
+            isinstance(self.plan, PlanConfig),
+            "OptimizeConfig.plan",
+            self.plan,
+            "a PlanConfig",
+            "write plan=comera_fx.PlanConfig(objective='flops')",
+        )
+        _check(
+            isinstance(self.only_if_faster, bool),
+            "OptimizeConfig.only_if_faster",
+            self.only_if_faster,
+            "True or False",
+            "give False to compress whatever the speed",
+        )
 
     def _check_choices(self) -> None:
         _check(
@@ -144,15 +193,6 @@ class OptimizeConfig:
             )
 
     def _check_patterns(self) -> None:
-        for name in ("targets", "exclude"):
-            value = getattr(self, name)
-            _check(
-                value is None or not isinstance(value, str),
-                f"OptimizeConfig.{name}",
-                value,
-                "a sequence of patterns",
-                f"write {name}=[{value!r}]",
-            )
         for pattern, rank in self.ranks.items():
             entries = rank if isinstance(rank, tuple) else (rank,)
             _check(
@@ -292,10 +332,4 @@ class RankConfig:
             "an int, 0 or more, or None",
             "leave it None for the default",
         )
-        _check(
-            not isinstance(self.exclude, str),
-            "RankConfig.exclude",
-            self.exclude,
-            "a sequence of patterns",
-            f"write exclude=[{self.exclude!r}]",
-        )
+        _check_names("RankConfig.exclude", self.exclude)

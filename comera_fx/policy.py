@@ -242,7 +242,7 @@ def _check_patterns(
     leaves = [
         name
         for name, module in model.named_modules(remove_duplicate=False)
-        if not any(module.children())
+        if next(module.children(), None) is None
     ]
     fields: dict[str, Iterable[str]] = {
         "modes": config.modes,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import keyword
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,6 +17,11 @@ from torch.utils import _pytree as pytree
 
 from comera_fx.errors import CaptureError, ConfigError
 
+T = TypeVar("T")
+
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_SEQUENCES = (list, set, deque)
+
 # Largest difference from the model's own output, relative to its largest entry, at which a
 # replay counts as equal: kernels may add in another order, nothing else may differ.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -22,10 +29,17 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of one call of a model."""
+    """Arguments of one call of a model.
+
+    Args:
+        args: The positional ones.
+        kwargs: The keyword ones.
+        whole: How to write what was given, should all of it be meant as one argument.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    whole: str = ""
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Call with fresh copies of the tensors: a model may write into its inputs."""
@@ -56,10 +70,12 @@ def as_inputs(example_inputs: object) -> Inputs | None:
         return None
     if isinstance(example_inputs, Tensor):
         return Inputs((example_inputs,), {})
-    if isinstance(example_inputs, (tuple, list)):
-        return Inputs(tuple(example_inputs), {})
+    if isinstance(example_inputs, tuple):
+        return Inputs(example_inputs, {})
+    if isinstance(example_inputs, list):
+        return Inputs(tuple(example_inputs), {}, whole="([x],)")
     if isinstance(example_inputs, Mapping) and all(isinstance(k, str) for k in example_inputs):
-        return Inputs((), dict(example_inputs))
+        return Inputs((), dict(example_inputs), whole='({"x": x},)')
     raise ConfigError(
         "example_inputs cannot be turned into the arguments of a call",
         got=type(example_inputs).__name__,
@@ -97,7 +113,8 @@ def run_model(model: nn.Module, inputs: Inputs, shown: str) -> tuple[list[Any], 
             f"{shown} fails on the example_inputs",
             got=f"{type(error).__name__}: {first_line(error)}",
             expected="inputs that the model accepts, as in model(*example_inputs)",
-            mend="give inputs of the right number, shapes, dtypes and device",
+            mend="give inputs of the right number, shapes, dtypes and device"
+            + (f"; a single dict or list argument is written {inputs.whole}" * bool(inputs.whole)),
         ) from error
     finally:
         for handle in handles:
@@ -150,10 +167,66 @@ def value_of(gm: nn.Module, arg: object) -> object:
     """Return what a ``get_attr`` node of a graph module reads; ``None`` for all else."""
     if not isinstance(arg, fx.Node) or arg.op != "get_attr":
         return None
-    value: object = gm
-    for part in str(arg.target).split("."):
-        value = getattr(value, part, None)
-    return value
+    return attribute_of(gm, str(arg.target))
+
+
+_OWNED = frozenset({*dir(fx.GraphModule), *vars(fx.GraphModule(nn.Module(), fx.Graph())), "self"})
+"""Names that a graph module or its code uses, and so cannot give to a part of the model."""
+
+
+def unholdable(model: nn.Module) -> list[str]:
+    """Return the names of parts of a model that a graph module cannot hold as they are."""
+    names = [
+        *(name for name, _ in model.named_modules(remove_duplicate=False)),
+        *(name for name, _ in model.named_parameters(remove_duplicate=False)),
+        *(name for name, _ in model.named_buffers(remove_duplicate=False)),
+    ]
+    return [name for name in names if _holdable(name, "_") != name]
+
+
+def graph_module(model: nn.Module, graph: fx.Graph) -> tuple[fx.GraphModule, dict[str, str]]:
+    """Make a graph module of a graph over ``model``, renaming what it cannot hold.
+
+    Args:
+        model: What the targets of the graph name parts of.
+        graph: The graph; its targets are changed where their names are not free.
+
+    Returns:
+        The graph module, and its targets that differ from the model's names, with those names.
+    """
+    reads = [node for node in graph.nodes if node.op in ("get_attr", "call_module")]
+    parts = {part for node in reads for part in str(node.target).split(".")}
+    suffix = "_"
+    while any(f"{part}{suffix}" in parts for part in parts):
+        suffix += "_"
+    renamed, root = {}, {}
+    for node in reads:
+        name = str(node.target)
+        node.target = _holdable(name, suffix)
+        root[node.target] = attribute_of(model, name)
+        if node.target != name:
+            renamed[node.target] = name
+    for node in graph.nodes:
+        if node.name == "self":  # a result so named would hide the module from the code below
+            node._rename("self_")
+    # A dictionary only where it is needed: it registers buffers of layers that it holds anew.
+    return fx.GraphModule(root if renamed else model, graph, type(model).__name__), renamed
+
+
+def _holdable(name: str, suffix: str) -> str:
+    first, *others = name.split(".")
+    taken = [first in _OWNED or keyword.iskeyword(first), *map(keyword.iskeyword, others)]
+    return ".".join(
+        f"{part}{suffix}" if is_taken else part
+        for part, is_taken in zip((first, *others), taken, strict=True)
+    )
+
+
+def attribute_of(root: object, name: str) -> object:
+    """Return what a qualified name names, ``None`` if there is no such thing."""
+    for part in name.split("."):
+        root = getattr(root, part, None)
+    return root
 
 
 def has_no_values(tensor: Tensor) -> bool:
@@ -163,40 +236,83 @@ def has_no_values(tensor: Tensor) -> bool:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Put back attributes, buffers and random number generators, whatever the body did.
+    """Put back attributes, tensors and random number generators, whatever the body did.
 
-    Running or tracing a model may write to it: running statistics, caches kept as attributes,
-    tables renormalised by ``max_norm``. Values kept outside the model are beyond reach.
+    Running or tracing a model may write to it: running statistics, caches and lists of losses
+    kept as attributes, tables renormalised by ``max_norm``. Built-in containers get their old
+    contents back and stay the same objects, at any depth. Values kept outside the model, or in
+    objects of other classes, are beyond reach.
     """
-    # Scripted modules keep their state elsewhere, in forms that cannot be put back.
-    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    before = [(vars(m), dict(vars(m))) for m in modules]
-    for registry in ("_parameters", "_buffers", "_modules"):
-        before += [(vars(m)[registry], dict(vars(m)[registry])) for m in modules]
+    before = _containers(model)
+    held = [value for _, contents in before for value in _values(contents)]
     written = [b for b in model.buffers() if not has_no_values(b)]
-    written += [p for m in modules if _renormalises(m) for p in m.parameters()]
-    values = [(tensor, tensor.detach().clone()) for tensor in written]
+    written += [p for m in model.modules() if _renormalises(m) for p in m.parameters()]
+    written += [value for value in held if _is_plain_tensor(value)]
+    values = [(tensor, tensor.detach().clone()) for tensor in _once(written)]
     python_state = random.getstate()
-    states = [(generator, generator.get_state()) for generator in _generators()]
+    own = (value for value in held if isinstance(value, torch.Generator))
+    states = [(each, each.get_state()) for each in _once([*_generators(), *own])]
     try:
         yield
     finally:
         random.setstate(python_state)
         for generator, state in states:
             generator.set_state(state)
-        for now, then in before:
-            _put_back(now, then)
+        for container, contents in before:
+            _put_back(container, contents)
         with torch.no_grad():
             for tensor, value in values:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
 
 
-def _put_back(now: dict[str, Any], then: dict[str, Any]) -> None:
-    same = now.keys() == then.keys() and all(now[key] is then[key] for key in then)
-    if not same:
-        now.clear()
-        now.update(then)
+def _containers(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Pair every built-in container that a model holds with a copy of its contents."""
+    found: dict[int, tuple[Any, Any]] = {}
+    waiting: list[Any] = [model]
+    while waiting:
+        value = waiting.pop()
+        # Scripted modules keep their state elsewhere, in forms that cannot be put back.
+        if isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule):
+            value = vars(value)
+        if type(value) in (*_MAPPINGS, *_SEQUENCES) and id(value) not in found:
+            contents = dict(value) if type(value) in _MAPPINGS else tuple(value)
+            found[id(value)] = value, contents
+            waiting += _values(contents)
+        elif type(value) is tuple:
+            waiting += value
+    return list(found.values())
+
+
+def _values(contents: dict[Any, Any] | tuple[Any, ...]) -> Iterable[Any]:
+    return contents.values() if isinstance(contents, dict) else contents
+
+
+def _put_back(container: Any, contents: dict[Any, Any] | tuple[Any, ...]) -> None:
+    """Restore the contents, by identity: what is held may not know how to compare itself."""
+    if isinstance(contents, dict):
+        now = [id(entry) for item in container.items() for entry in item]
+        if now != [id(entry) for item in contents.items() for entry in item]:
+            container.clear()
+            for key, value in contents.items():
+                container[key] = value
+    elif list(map(id, container)) != list(map(id, contents)):
+        container.clear()
+        if isinstance(container, set):
+            container.update(contents)
+        else:
+            container.extend(contents)
+
+
+def _is_plain_tensor(value: object) -> bool:
+    """Whether this is a tensor of torch's own class: others may not know how to be copied."""
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return False
+    return not (has_no_values(value) or value.is_inference())
+
+
+def _once(items: Iterable[T]) -> list[T]:
+    return list({id(item): item for item in items}.values())
 
 
 def _renormalises(module: nn.Module) -> bool:

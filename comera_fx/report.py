@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from comera_fx.candidates import Candidate, find_candidates, structural_reasons
-from comera_fx.errors import PlanError
+from comera_fx.errors import ConfigError, PlanError
 from comera_fx.modules import TTEmbedding, TTLinear, TTModule
 from comera_fx.passes.pipeline import Pass, Watcher, numerics_of
 from comera_fx.passes.text import format_graph as format_graph
@@ -175,7 +175,8 @@ def attach_record(
     """
     earlier = vars(model).get(RECORD, {"layers": {}})
     merged = {**earlier["layers"], **layers}
-    setattr(model, RECORD, {"capture": capture, "notes": list(notes), "layers": merged})
+    # Not by setattr: a class may refuse attributes, once the model has been changed in place.
+    vars(model)[RECORD] = {"capture": capture, "notes": list(notes), "layers": merged}
 
 
 def _find_record(model: nn.Module) -> dict[str, Any]:
@@ -372,10 +373,20 @@ def dump_to(folder: str | os.PathLike[str]) -> Iterator[None]:
     Args:
         folder: Where to; made if it is not there.
 
+    Raises:
+        ConfigError: If ``folder`` is no path.
+
     Example:
         >>> with comera_fx.dump_to("diffs"):  # doctest: +SKIP
         ...     model = comera_fx.optimize(model)
     """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise ConfigError(
+            "dump_to writes into a folder",
+            got=repr(folder),
+            expected="a path",
+            mend="write comera_fx.dump_to('diffs')",
+        )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     count = 0

@@ -69,7 +69,8 @@ def _replace_children(model: nn.Module, replacements: Mapping[nn.Module, TTModul
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in replacements:
-                parent.register_module(name, replacements[child])
+                # Not by register_module: a class that refuses would leave half of it done.
+                parent._modules[name] = replacements[child]
 
 
 def _check_copy(copied: Any, replacements: Mapping[nn.Module, TTModule]) -> None:

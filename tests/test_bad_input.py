@@ -69,15 +69,15 @@ FAULTS: dict[str, tuple[type[ComeraError], str, Callable[[], nn.Module], dict[st
         Net, {"config": config(targets=["fc1", "fc3"])},
     ),
     "NaN in a weight": (
-        WeightError, "fc2",
+        WeightError, "the weight of fc2 holds NaN or infinity",
         lambda: spoiled(float("nan")), {"config": config(init="decompose")},
     ),
     "infinity in a weight": (
-        WeightError, "fc2",
+        WeightError, "the weight of fc2 holds NaN or infinity",
         lambda: spoiled(float("inf")), {"config": config(init="decompose")},
     ),
     "NaN in a weight, random init": (
-        WeightError, "the weight of fc2 has no standard deviation to start from",
+        WeightError, "the weight of fc2 holds NaN or infinity",
         lambda: spoiled(float("nan")), {"config": config()},
     ),
     "nothing large enough": (
@@ -146,21 +146,106 @@ def test_error_of_four_lines_and_model_unchanged(error, problem, make, arguments
         torch.testing.assert_close(after[name], value, rtol=0, atol=0, equal_nan=True)
 
 
-def test_something_that_is_no_module():
+@pytest.mark.parametrize("init", ["decompose", "random"])
+def test_the_mend_for_a_weight_that_is_not_finite_helps(init):
+    with pytest.raises(WeightError) as caught:
+        comera_fx.optimize(spoiled(float("nan")), config=config(init=init))
+    assert str(caught.value).splitlines()[1:] == [
+        "  got:      entries from nan to nan",
+        "  expected: finite numbers, for either init",
+        "  mend:     repair or initialise the weight, or leave the layer out with exclude=",
+    ]
+    left_out = config(init="random", exclude=["fc2"])
+    assert comera_fx.explain(comera_fx.optimize(spoiled(float("nan")), config=left_out)).compressed
+
+
+@pytest.mark.parametrize("verb", ["optimize", "explain", "graph"])
+def test_something_that_is_no_module(verb):
     with pytest.raises(ConfigError) as caught:
-        comera_fx.optimize(lambda x: x)
+        getattr(comera_fx, verb)(lambda x: x)
     assert str(caught.value).splitlines() == [
-        "optimize works on modules",
+        f"{verb} works on modules",
         "  got:      function",
         "  expected: a torch.nn.Module",
         "  mend:     pass the model itself",
     ]
 
 
+@pytest.mark.parametrize("folder", [None, 3])
+def test_a_folder_to_dump_to_that_is_no_path(folder):
+    with pytest.raises(ConfigError) as caught, comera_fx.dump_to(folder):
+        pass
+    assert str(caught.value).splitlines() == [
+        "dump_to writes into a folder",
+        f"  got:      {folder!r}",
+        "  expected: a path",
+        "  mend:     write comera_fx.dump_to('diffs')",
+    ]
+
+
+class TakesDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.fc(batch["x"])
+
+
+class TakesList(TakesDict):
+    def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.fc(batch[0] + batch[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "argument", "text"),
+    [
+        (TakesDict(), {"x": torch.ones(2, 64)}, '({"x": x},)'),
+        (TakesList(), [torch.ones(2, 64), torch.ones(2, 64)], "([x],)"),
+    ],
+    ids=["dict", "list"],
+)
+def test_the_mend_for_a_model_of_one_dict_or_list_helps(model, argument, text):
+    with pytest.raises(CaptureError) as caught:
+        comera_fx.optimize(model, argument, config=config())
+    assert caught.value.mend == (
+        "give inputs of the right number, shapes, dtypes and device; "
+        f"a single dict or list argument is written {text}"
+    )
+    result = comera_fx.optimize(model, (argument,), config=config())
+    assert comera_fx.explain(result).capture == "export"
+
+
 def test_the_cause_of_a_failing_model_is_kept():
     with pytest.raises(CaptureError) as caught:
         comera_fx.optimize(Net(), torch.full((2,), 1000))
     assert isinstance(caught.value.__cause__, IndexError)
+
+
+class Sealed(Net):
+    """Takes no attributes once it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["sealed"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "sealed" in vars(self):
+            raise AttributeError(f"{name} cannot be set")
+        super().__setattr__(name, value)
+
+    def register_module(self, name: str, module: nn.Module | None) -> None:
+        raise AttributeError(f"{name} cannot be registered")
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "in-place"])
+def test_a_class_that_refuses_attributes_is_optimised_whole(inplace):
+    model = Sealed()
+    result = comera_fx.optimize(model, config=config(), inplace=inplace)
+    assert (result is model) == inplace
+    report = comera_fx.explain(result)
+    assert [layer.name for layer in report.compressed] == ["embed", "fc1", "fc2"]
+    assert report.capture == "symbolic_trace"
 
 
 def test_batch_of_the_wrong_shape_after_optimize():

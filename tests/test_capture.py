@@ -2,6 +2,9 @@
 
 import random
 import re
+import sys
+from collections import OrderedDict, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -387,6 +390,68 @@ def test_the_model_and_the_generators_are_left_as_they_were(training, with_input
     assert torch.equal(torch.get_rng_state(), numbers)
     assert random.getstate() == python_numbers
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Remembers(nn.Module):
+    """Fills containers of many kinds, nested and shared, and writes into a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.cache, self.losses, self.seen = {"old": [1]}, [0.5], {1}
+        self.recent, self.by_name = deque([1, 2], maxlen=2), defaultdict(list, {"a": [1]})
+        self.order, self.pair = OrderedDict(a=1, b=2), ([], {})
+        self.alias, self.steps = self.losses, torch.zeros(())
+        self.losses.append(self.losses)  # a list may hold itself
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)
+        self.cache["y"] = y
+        self.cache["old"].append(y)
+        self.losses[0] = y
+        self.losses.append(y)
+        self.seen.add(len(self.losses) + 10)
+        self.recent.append(y)
+        self.by_name["b"].append(y)
+        self.order.move_to_end("a")
+        self.pair[0].append(y)
+        self.pair[1]["y"] = y
+        self.steps.add_(1)
+        return y
+
+
+@pytest.mark.parametrize("example", [None, torch.randn(2, 8)], ids=["no-inputs", "inputs"])
+def test_containers_get_their_old_contents_back(example):
+    model = Remembers()
+    attributes = dict(vars(model))
+    losses, old = model.losses, model.cache["old"]
+
+    capture(model, example)
+
+    assert all(vars(model)[key] is value for key, value in attributes.items())
+    assert (model.cache, model.cache["old"] is old) == ({"old": [1]}, True)
+    assert model.alias is losses
+    assert len(losses) == 2
+    assert (losses[0], losses[1] is losses) == (0.5, True)
+    assert (model.seen, model.recent, model.recent.maxlen) == ({1}, deque([1, 2]), 2)
+    assert (model.by_name, list(model.order), model.pair) == ({"a": [1]}, ["a", "b"], ([], {}))
+    assert model.steps == 0
+
+
+def test_models_are_captured_in_several_threads():
+    stdout, stderr = sys.stdout, sys.stderr
+    with ThreadPoolExecutor(4) as pool:
+        kinds = list(pool.map(lambda _: capture(mlp(), torch.ones(2, 8)).kind, range(12)))
+    assert kinds == ["export"] * 12
+    assert (sys.stdout is stdout, sys.stderr is stderr) == (True, True)
+    assert not torch.compiler.is_exporting()
+
+
+def test_a_child_is_not_asked_for_its_truth_value():
+    model = nn.Sequential(torch.compile(mlp(), backend="eager"), nn.Linear(8, 8))
+    captured = capture(model)
+    assert captured.kind == "module_graph"
+    assert captured.called == {"0._orig_mod.0", "0._orig_mod.2", "1"}
 
 
 def test_dropout_is_compared_with_equal_random_numbers():

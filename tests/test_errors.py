@@ -59,9 +59,10 @@ COUNT_1 = ("an int of at least 1", "give an int, 1 or more")
 COUNT_0 = ("an int of at least 0", "give an int, 0 or more")
 RANKS = ("an int of at least 1, or a tuple", "write 30 or (1, 12, 30, 30, 30, 12, 1)")
 MODES = ("a pair (in_modes, out_modes)", "write ((12, 8, 8), (8, 8, 12))")
+PATTERNS, MAPPING = "a sequence of patterns", "a mapping from patterns"
 WEIGHT = ("a finite number, 0 or more", "give 0 to switch it off")
 REFUSED = [
-    (PlanConfig, "objective", ["time", None], ("'flops'", "use objective='flops'")),
+    (PlanConfig, "objective", ["fast", None], ("'flops' or 'time'", "use objective='time'")),
     (
         PlanConfig,
         "memory_limit_bytes",
@@ -81,11 +82,39 @@ REFUSED = [
     (
         OptimizeConfig,
         "layouts",
-        [{"fc1": "cp"}],
+        [{"fc1": "cp"}, {"fc1": None}],
         ("'tt' or 'ttm'", "use 'tt' for linear layers, 'ttm' for embeddings"),
     ),
-    (OptimizeConfig, "targets", ["fc1"], ("a sequence of patterns", "write targets=['fc1']")),
-    (OptimizeConfig, "exclude", ["fc1"], ("a sequence of patterns", "write exclude=['fc1']")),
+    (OptimizeConfig, "targets", ["fc1"], (PATTERNS, "write targets=['fc1']")),
+    (OptimizeConfig, "targets", [[1], 1, iter(["fc1"])], (PATTERNS, "write targets=['*.fc1']")),
+    (OptimizeConfig, "exclude", ["fc1"], (PATTERNS, "write exclude=['fc1']")),
+    (OptimizeConfig, "exclude", [None, 3, (None,)], (PATTERNS, "write exclude=['*.fc1']")),
+    (OptimizeConfig, "ranks", [None, 8, [("fc1", 8)]], (MAPPING, "write ranks={'*.fc1': 30}")),
+    (OptimizeConfig, "layouts", [None, "ttm"], (MAPPING, "write layouts={'*.fc1': 'ttm'}")),
+    (
+        OptimizeConfig,
+        "modes",
+        [None, ((8, 8), (8, 8))],
+        (MAPPING, "write modes={'*.fc1': ((8, 8), (8, 8))}"),
+    ),
+    (
+        OptimizeConfig,
+        "plan",
+        [None, "flops", PlanConfig],
+        ("a PlanConfig", "write plan=comera_fx.PlanConfig(objective='flops')"),
+    ),
+    (
+        OptimizeConfig,
+        "seed",
+        [None, "a", 2**70, 2**64, -1, 0.5, True],
+        ("an int, 0 or more, below 2**64", "give a small int such as 0"),
+    ),
+    (
+        OptimizeConfig,
+        "only_if_faster",
+        [None, "no", 0],
+        ("True or False", "give False to compress whatever the speed"),
+    ),
     (OptimizeConfig, "ranks", [{"fc1": bad} for bad in (0, 2.5, (), (1, 0, 1), "8", True)], RANKS),
     (
         OptimizeConfig,
@@ -118,7 +147,8 @@ REFUSED = [
     (RankConfig, "early_steps", [-1, 1.5], ("an int, 0 or more, or None", "leave it None")),
     (RankConfig, "prune_every", [0, None], COUNT_1),
     (RankConfig, "min_rank", [-1, True], COUNT_0),
-    (RankConfig, "exclude", ["fc1"], ("a sequence of patterns", "write exclude=['fc1']")),
+    (RankConfig, "exclude", ["fc1"], (PATTERNS, "write exclude=['fc1']")),
+    (RankConfig, "exclude", [None, [1]], (PATTERNS, "write exclude=['*.fc1']")),
 ]
 
 
@@ -142,9 +172,15 @@ def test_a_setting_out_of_range_is_refused(config, field, value, texts):
 
 @pytest.mark.parametrize("config", [PlanConfig, OptimizeConfig, RankConfig])
 def test_every_setting_with_a_range_is_tried(config):
-    free = {"plan", "seed", "only_if_faster"}
     tried = {field for cls, field, _, _ in REFUSED if cls is config}
-    assert tried == {field.name for field in fields(config)} - free
+    assert tried == {field.name for field in fields(config)}
+
+
+@pytest.mark.parametrize("field", ["ranks", "layouts", "modes"])
+def test_keys_that_are_no_patterns_are_refused(field):
+    with pytest.raises(ConfigError, match=f"OptimizeConfig.{field} is out of range") as caught:
+        OptimizeConfig(**{field: {1: 8}})
+    assert caught.value.expected == MAPPING
 
 
 def test_two_targets_are_refused():
@@ -160,7 +196,8 @@ def test_two_targets_are_refused():
 
 def test_settings_at_the_ends_of_their_ranges_are_taken():
     PlanConfig(memory_limit_bytes=1)
-    OptimizeConfig(max_rank=1, min_params=0, num_tokens_hint=1, tol=0)
+    OptimizeConfig(max_rank=1, min_params=0, num_tokens_hint=1, tol=0, seed=2**64 - 1)
+    OptimizeConfig(targets={"a"}, exclude=("b", "c"), plan=PlanConfig())
     OptimizeConfig(ranks={"a": 1, "b": (1, 4, 1)}, modes={"a": ([4, 4], [2, 8])}, targets=[])
     RankConfig(target_ratio=1, threshold=0, early_steps=0, warmup_steps=0, prune_every=1)
     RankConfig(gamma=0, beta=0, w1=0, w2=0, rho=1, min_rank=0, exclude=["head"])

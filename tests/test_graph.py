@@ -48,3 +48,94 @@ def test_graph_text_is_the_same_every_time():
         )
 
     assert text() == text()
+
+
+class Constants(nn.Module):
+    """Makes tensors in its forward pass; a tracer keeps them as attributes while it traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.fc1(x) * torch.tensor(2.0) + torch.arange(64))
+
+
+class Noisy(Constants):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc1(x)
+        return self.fc2(h + torch.rand(h.shape, generator=self.generator))
+
+
+@pytest.mark.parametrize("with_inputs", [True, False], ids=["inputs", "no-inputs"])
+@pytest.mark.parametrize("make", [Constants, Noisy])
+def test_constants_and_generators_of_a_forward_pass(make, with_inputs):
+    model, x = make(), torch.randn(2, 64)
+    names = list(vars(model))
+    result = comera_fx.optimize(model, x if with_inputs else None, config=RANDOM)
+    assert [layer.name for layer in comera_fx.explain(result).compressed] == ["fc1", "fc2"]
+    assert list(vars(model)) == names
+    if isinstance(model, Noisy):
+        model.generator.manual_seed(1)
+        assert model(x).shape == (2, 64)
+    else:
+        gm = comera_fx.graph(result, x if with_inputs else None)
+        torch.testing.assert_close(gm(x), result(x))
+        assert comera_fx.graph(model).graph is not None
+
+
+def test_the_generator_of_a_model_is_where_it_was():
+    model, x = Noisy(), torch.randn(2, 64)
+    state = model.generator.get_state()
+    comera_fx.optimize(model, x, config=RANDOM)
+    assert torch.equal(model.generator.get_state(), state)
+
+
+class Named(nn.Module):
+    """Has a part, on the top and inside, under any name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.Linear(64, 64))
+        self.inner = nn.ModuleDict({name: nn.Sequential(nn.Linear(64, 64))})
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner[self.name](self._modules[self.name](x))
+
+
+NAMES = ["graph", "code", "meta", "_graph", "_code", "recompile", "print_readable", "class", "self"]
+
+
+@pytest.mark.parametrize("with_inputs", [True, False], ids=["inputs", "no-inputs"])
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_a_graph_module_has_for_itself(name, with_inputs):
+    model, x = Named(name), torch.randn(2, 64)
+    example = x if with_inputs else None
+
+    result = comera_fx.optimize(model, example, config=RANDOM)
+
+    report = comera_fx.explain(result)
+    assert [layer.name for layer in report.compressed] == [name, f"inner.{name}.0"]
+    assert report.capture == "symbolic_trace"
+    if with_inputs:
+        assert report.notes == (
+            f"export was not used: a graph module cannot hold the name {name!r}",
+        )
+        assert [layer.num_tokens for layer in report.compressed] == [2, 2]
+    gm = comera_fx.graph(result, example)
+    assert torch.equal(gm(x), result(x))
+    assert gm.get_parameter(f"{name}_.core_0") is result._modules[name].core_0
+
+
+def test_a_renamed_part_gets_a_name_that_is_free():
+    model = nn.Module()
+    model.layers = nn.ModuleDict({key: nn.Linear(64, 64) for key in ("class", "class_", "class__")})
+    gm = comera_fx.graph(model)
+    targets = [n.target for n in gm.graph.nodes if n.op == "call_module"]
+    assert targets == ["layers.class___", "layers.class_", "layers.class__"]
+    assert [gm.get_submodule(target) for target in targets] == list(model.layers.values())

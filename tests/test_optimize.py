@@ -160,7 +160,7 @@ def test_random_init_has_the_deviation_of_the_dense_weight(std):
 
 def test_random_init_of_a_constant_weight_takes_that_of_a_linear_layer():
     model = nn.Sequential(nn.Linear(64, 64))
-    nn.init.zeros_(model[0].weight)
+    nn.init.constant_(model[0].weight, 0.5)
     result = comera_fx.optimize(model, config=RANDOM)
     found = float(result[0].weight.detach().square().mean().sqrt())
     assert found == pytest.approx((3 * 64) ** -0.5, rel=1e-3)
@@ -300,3 +300,17 @@ def test_version_is_that_of_the_package():
 def test_public_names_are_there_and_sorted():
     assert all(hasattr(comera_fx, name) for name in comera_fx.__all__)
     assert sorted(comera_fx.__all__) == comera_fx.__all__
+
+
+@pytest.mark.parametrize("with_inputs", [False, True], ids=["no-inputs", "inputs"])
+def test_random_start_keeps_a_weight_of_zeros_that_can_still_train(with_inputs):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight.data.zero_()
+    x = torch.randn(8, 64)
+
+    result = comera_fx.optimize(model, x if with_inputs else None, config=RANDOM)
+
+    assert torch.equal(result[1](x), model[1].bias.expand(8, 64))
+    result[1](x).square().sum().backward()
+    assert any(core.grad.abs().max() > 0 for core in result[1].cores)

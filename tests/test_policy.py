@@ -254,3 +254,15 @@ def test_nothing_to_compress_lists_reasons_not_layers():
 def test_model_without_weights():
     with pytest.raises(ConfigError, match="a model without weight matrices"):
         refuse_if_nothing(list(choose(nn.Sequential(nn.ReLU())).values()))
+
+
+class Unsure(nn.Sequential):
+    """Has no truth value, as a compiled module has none."""
+
+    def __bool__(self) -> bool:
+        raise TypeError("no truth value")
+
+
+def test_a_child_is_not_asked_for_its_truth_value():
+    model = nn.Sequential(Unsure(linear(), nn.LayerNorm(64)))
+    assert choose(model, exclude=["0.1"])["0.0"].spec is not None
