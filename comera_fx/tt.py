@@ -237,7 +237,7 @@ def _largest_magnitude(weight_OI: Tensor, name: str) -> float:
             f"{name} holds {'NaN' if math.isnan(low) else 'infinity'}",
             got=f"entries from {low} to {high}",
             expected="finite numbers only",
-            mend="repair the weight, leave this layer out with exclude=, or use init='random'",
+            mend="repair or initialise the weight, or leave this layer out with exclude=",
         )
     return max(abs(low), abs(high))
 
