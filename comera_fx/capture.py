@@ -202,7 +202,8 @@ def _export_program(
     shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in inputs.tensors() if dynamic else ():
         if tensor.dim():
-            shapes[tensor] = (Dim.AUTO,) * tensor.dim()
+            # A dimension of 1 is fixed by torch.export in any case, and asking otherwise warns.
+            shapes[tensor] = tuple(Dim.AUTO if size > 1 else Dim.STATIC for size in tensor.shape)
     with ExitStack() as stack:
         stack.enter_context(untouched(model))
         stack.enter_context(torch.enable_grad())
