@@ -47,7 +47,8 @@ class PlanConfig:
     Args:
         objective: What the tree minimises: ``"flops"`` of forward and backward, or their
             predicted ``"time"``, in which copies and skinny products count.
-        memory_limit_bytes: Plans whose peak is above this are refused; ``None`` is no limit.
+        memory_limit_bytes: Plans of linear layers whose peak is above this are refused;
+            ``None`` is no limit.
     """
 
     objective: Objective = "flops"

@@ -286,7 +286,7 @@ def _dense_flops(kind: str, in_size: int, out_size: int, num_tokens: int) -> dic
 
 _HEADER = (
     "layer", "kind", "modes", "ranks", "balance", "dense", "TT", "ratio",
-    "MFLOPs fwd", "bwd", "(dense)", "tokens", "error", "",
+    "MFLOPs fwd", "bwd", "(dense both)", "tokens", "error", "",
 )  # fmt: skip
 
 
@@ -304,7 +304,7 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
         "-" if layer.ratio is None else f"{layer.ratio:.1f}x",
         _mega(layer.flops_forward),
         _mega(layer.flops_backward),
-        f"({_mega(dense_flops)})",
+        f"({_mega(dense_flops)})" if dense_flops else "-",
         "-" if layer.num_tokens is None else f"{layer.num_tokens:,}",
         "-" if layer.init_error is None else f"{layer.init_error:.3f}",
         layer.detail,

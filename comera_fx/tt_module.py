@@ -206,7 +206,7 @@ class TTModule(nn.Module):
                 f"the checkpoint's cores do not fit this layer ({name})",
                 got=f"cores of shapes {[tuple(s) for s in shapes]}",
                 expected=f"the modes of {[tuple(s) for s in own]}, with any ranks",
-                mend="optimize the model with the modes and layouts of the checkpoint",
+                mend="optimize with the OptimizeConfig that the checkpoint was made with",
             )
         ranks = (*(shape[0] for shape in shapes), shapes[-1][-1])
         current = self.spec

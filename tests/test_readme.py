@@ -19,6 +19,8 @@ def test_snippets_run_in_order(tmp_path, monkeypatch, capsys):
     assert "compressed layers:" in printed
     assert "comera_fx.tt_linear" in printed
     assert list((tmp_path / "build" / "passes").glob("*.diff"))
+    assert names["adapter"].size <= names["adapter"].target_size
+    assert "stage late, size" in printed
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\(([^)#]+)\)", README))

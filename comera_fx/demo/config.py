@@ -140,18 +140,20 @@ def first_cycle(step: int, config: DemoConfig) -> float:
 def second_cycle(step: int, num_steps: int, config: DemoConfig) -> float:
     """Return the share of the peak at ``step`` of the ``num_steps`` in the time that is left.
 
-    A shorter cycle that starts where the first ended, rises to ``second_peak`` and falls to zero.
-    ``num_steps`` is an estimate, made from measured step times: past it the rate stays at zero.
+    A shorter cycle that starts where the first ended, rises to ``second_peak`` and falls to where
+    the first, and so the dense model, ended. ``num_steps`` is an estimate, made from measured step
+    times: past it the rate stays there.
 
     Example:
         >>> config = DemoConfig(warmup_steps=10, final_lr=0.1, second_peak=0.5)
         >>> [round(second_cycle(step, 100, config), 2) for step in (0, 9, 54, 99, 120)]
-        [0.14, 0.5, 0.25, 0.0, 0.0]
+        [0.14, 0.5, 0.3, 0.1, 0.1]
     """
     warmup = min(config.warmup_steps, num_steps // 2)
     if step < warmup:
         return config.final_lr + (config.second_peak - config.final_lr) * (step + 1) / warmup
-    return config.second_peak * _rise_and_fall(step, num_steps, warmup, low=0.0)
+    low = config.final_lr / config.second_peak
+    return config.second_peak * _rise_and_fall(step, num_steps, warmup, low=low)
 
 
 def _rise_and_fall(step: int, num_steps: int, warmup: int, low: float) -> float:

@@ -145,7 +145,7 @@ def headline(r: Results) -> list[Row]:
             _times(r.dense_step, r.optimised_step, "faster"),
         ),
         (
-            "last quarter of them",
+            "  last quarter of the steps",
             _milliseconds(r.dense_last_step),
             _milliseconds(r.optimised_last_step),
             _times(r.dense_last_step, r.optimised_last_step, "faster"),

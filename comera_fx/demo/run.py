@@ -43,7 +43,8 @@ def run_demo(
         The exit status: 0, or 128 and the number of the signal that stopped the run.
 
     Raises:
-        ConfigError: If a setting is out of range, or there is nothing to resume.
+        ConfigError: If a setting is out of range, there is nothing to resume, or a stopped run
+            would be overwritten.
     """
     path = out / CHECKPOINT_FILE
     if resume:
@@ -54,12 +55,13 @@ def run_demo(
             console.print(f"[yellow]Note:[/] {escape(str(notice))}", highlight=False)
     else:
         state, config = None, DemoConfig(**settings)
+        _refuse_to_overwrite(path)
+    _make_folder(out)
     corpus = load_corpus(config)
     console.print(_describe(corpus), highlight=False)
     race = Race(config, corpus)
     if state is not None:
         race.load_state_dict(state)
-    out.mkdir(parents=True, exist_ok=True)
     stopped_by = _race_to_the_end(race, path, console)
     if stopped_by is not None:
         console.print(
@@ -72,10 +74,49 @@ def run_demo(
     write_json(results, config, out / RESULTS_FILE)
     write_page(race, results, out / PAGE_FILE)
     console.print(headline_table(headline(results), config))
+    if results.end_layer_params > config.target_ratio * results.start_layer_params:
+        console.print(
+            f"The size target, {config.target_ratio:.2f} of the start, was not met: it takes more "
+            f"than {config.steps} steps.",
+            highlight=False,
+        )
     console.print(
         f"Pictures, and a table by layer: {out / PAGE_FILE}", markup=False, soft_wrap=True
     )
     return 0
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "the output folder cannot be made",
+            got=f"{out}: {error.strerror}",
+            expected="a folder, or a path where one can be made",
+            mend="name another with --out",
+        ) from error
+
+
+def _refuse_to_overwrite(path: Path) -> None:
+    """Raise where a new run would replace one that was stopped and can go on.
+
+    Raises:
+        ConfigError: If there is such a run.
+    """
+    if not path.exists():
+        return
+    try:
+        phase = read_checkpoint(path)["phase"]
+    except ConfigError:
+        return
+    if phase != "done":
+        raise ConfigError(
+            "there is a stopped run in the output folder",
+            got=f"{path}, in its phase of {phase}",
+            expected="an empty folder, or one of a finished run",
+            mend="add --resume to go on with it, name another --out, or delete that file",
+        )
 
 
 def write_checkpoint(race: Race, path: Path) -> None:

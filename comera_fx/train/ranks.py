@@ -49,8 +49,9 @@ class RankAdapter:
         config: Method, target and pace.
 
     Attributes:
-        history: One dict per cut or change of stage: ``step``, ``stage``, ``loss`` (running
-            mean of the task loss), ``size`` and ``ranks`` (layer name to inner ranks).
+        history: One dict every ``prune_every`` steps and at a change of stage: ``step``,
+            ``stage``, ``loss`` (running mean of the task loss), ``size`` and ``ranks`` (layer
+            name to inner ranks).
         initial_size: TT parameters of the adapted layers at the start.
         target_size: Parameters to reach, or ``None``.
 
@@ -143,6 +144,7 @@ class RankAdapter:
             self._prune()
         if self.stage == "late" and self._reference_loss is None:
             self._reference_loss = self._finite_mean()
+            self._forget_gradients()
         if pruning or self.stage != before:
             self._record()
 
@@ -171,6 +173,13 @@ class RankAdapter:
         early = config.early_steps
         early = EARLY_PRUNINGS * config.prune_every if early is None else early
         return "early" if self._num_steps < config.warmup_steps + early else "late"
+
+    def __repr__(self) -> str:
+        target = "none" if self.target_size is None else f"{self.target_size:,}"
+        return (
+            f"RankAdapter({len(self._layers)} layers, step {self._num_steps}, stage {self.stage}, "
+            f"size {self.size:,} of {self.initial_size:,}, target {target})"
+        )
 
     # ---- save and resume ----
 
@@ -302,6 +311,15 @@ class RankAdapter:
                 stacklevel=4,
             )
 
+    def _forget_gradients(self) -> None:
+        """Clear the optimizer's state of the rank weights, as the late stage begins.
+
+        It is of gradients of the early loss, which may have been a hundred times as large: Adam
+        would divide by them for a thousand steps, and no rank weight would move.
+        """
+        for weight in self._weights():
+            self.optimizer.state.pop(weight, None)
+
     def _choose_pushed(self) -> None:
         """With a target, let the size penalty push only on ranks that the target asks to cut.
 
@@ -432,7 +450,7 @@ def _check_types(model: object, optimizer: object, config: object) -> None:
     for name, value, kind in wanted:
         if not isinstance(value, kind):
             raise RankError(
-                f"RankAdapter got a {name} of the wrong type",
+                f"RankAdapter got the wrong type of {name}",
                 got=type(value).__name__,
                 expected="an nn.Module, a torch optimizer and a RankConfig",
                 mend="write RankAdapter(model, optimizer, RankConfig(target_ratio=0.5))",

@@ -14,12 +14,12 @@ def test_the_first_cycle_rises_then_falls_to_the_final_share():
     assert shares[-1] == pytest.approx(0.1)
 
 
-def test_the_second_cycle_goes_on_from_the_first_and_ends_at_zero():
+def test_the_second_cycle_goes_on_from_the_first_and_ends_where_it_did():
     shares = [second_cycle(step, 50, CONFIG) for step in range(70)]
     assert CONFIG.final_lr < shares[0] < CONFIG.second_peak
     assert max(shares) == shares[9] == pytest.approx(0.5)
     assert shares[9:] == sorted(shares[9:], reverse=True)
-    assert shares[49:] == pytest.approx([0.0] * 21)
+    assert shares[49:] == pytest.approx([CONFIG.final_lr] * 21)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 15])
@@ -29,8 +29,8 @@ def test_runs_shorter_than_the_warm_up_have_a_schedule_too(steps):
     assert all(0 <= second_cycle(step, steps, config) <= 1 for step in range(2 * steps))
 
 
-def test_a_second_cycle_of_no_steps_is_at_rest():
-    assert second_cycle(0, 0, CONFIG) == 0
+def test_a_second_cycle_of_no_steps_stays_low():
+    assert second_cycle(0, 0, CONFIG) == CONFIG.final_lr
 
 
 @pytest.mark.parametrize(

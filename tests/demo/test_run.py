@@ -149,3 +149,24 @@ def test_the_terminal_shows_progress(settings, tmp_path):
     console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
     run.run_demo(settings, tmp_path, console=console)
     assert "Held-out loss, 24 steps each" in console.export_text()
+
+
+def test_a_stopped_run_is_not_overwritten(settings, console, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(3, signal.SIGINT, patch)
+        run.run_demo(settings, tmp_path, console=console)
+    stopped = (tmp_path / "checkpoint.pt").read_bytes()
+    with pytest.raises(ConfigError, match="there is a stopped run in the output folder"):
+        run.run_demo(settings, tmp_path, console=console)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == stopped
+
+
+def test_an_output_folder_that_cannot_be_made_is_said_before_any_work(settings, console, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="output folder cannot be made"):
+        run.run_demo(settings, tmp_path / "file", console=console)
+
+
+def test_a_missed_size_target_is_said(settings, console, tmp_path):
+    run.run_demo({**settings, "adapt_after": 100}, tmp_path, console=console)
+    assert "The size target, 0.58 of the start, was not met" in console.export_text()

@@ -271,6 +271,25 @@ def test_size_is_pushed_down_where_the_loss_is_negative_too():
     assert sum(grad.sum() for grad in grads) > 0
 
 
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
+def test_ranks_fall_where_the_loss_has_become_small(optimizer_class):
+    torch.manual_seed(0)
+    model = nn.Sequential(TTLinear(STUDENT, 32, 32), nn.Tanh(), TTLinear(STUDENT, 32, 32))
+    optimizer = optimizer_class(param_groups(model, lr=3e-3, rank_lr=3e-2))
+    adapter = RankAdapter(model, optimizer, RankConfig(target_ratio=0.5))
+    target = torch.randn(64, 32) * 1e-3
+    x = torch.randn(64, 32)
+    for _ in range(400):
+        loss = nn.functional.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        adapter.loss(loss).backward()
+        optimizer.step()
+        adapter.step()
+    assert loss.item() < 0.01
+    assert adapter.size <= adapter.target_size
+    assert f"stage late, size {adapter.size:,} of {adapter.initial_size:,}" in repr(adapter)
+
+
 def test_loading_an_earlier_state_goes_back():
     model, optimizer, adapter = make(target_ratio=0.5, early_steps=5, rho=0.5)
     early = [part.state_dict() for part in (model, optimizer, adapter)]
@@ -346,8 +365,8 @@ def dense_then_optimized():
         ),
         (lambda: RankAdapter(*with_scheduler()), "scheduler was made before"),
         (lambda: RankAdapter(*with_lbfgs()), "several parameter groups"),
-        (lambda: RankAdapter(*make()[:2], {"target_ratio": 0.5}), "config of the wrong type"),
-        (lambda: RankAdapter(make()[0], None), "optimizer of the wrong type"),
+        (lambda: RankAdapter(*make()[:2], {"target_ratio": 0.5}), "wrong type of config"),
+        (lambda: RankAdapter(make()[0], None), "wrong type of optimizer"),
         (lambda: make()[2].loss(1.0), "needs a scalar"),
         (lambda: make(exclude=["nosuch"]), "pattern that matches no TT layer"),
         (lambda: make()[2].load_state_dict({}), "state is incomplete"),
