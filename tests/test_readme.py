@@ -10,6 +10,10 @@ README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
+def test_no_placeholder_is_left():
+    assert not re.findall(r"^[A-Z_]+$", README, flags=re.MULTILINE)
+
+
 def test_snippets_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
