@@ -18,8 +18,8 @@ def ranks_to_give_up(
     """Return, per layer and bond, a mask of the ranks without which the target is met.
 
     The ranks that carry least for the parameters they hold go first. What a rank carries is the
-    energy of its slices in both neighbouring cores and of its weight, relative to its bond's
-    mean, so that bonds and layers of different scale compare. One rank a bond always stays.
+    share of its layer's weight that is lost without it, so that layers of different scale
+    compare. One rank a bond always stays.
 
     Args:
         layers: Name to layer; each has rank weights.
@@ -46,25 +46,36 @@ def ranks_to_give_up(
 
 
 def _by_worth(layers: Mapping[str, TTModule]) -> list[tuple[float, str, int, int]]:
-    """Energy a parameter of every rank, with its layer, bond and index."""
+    """What every rank carries for a parameter it holds, with its layer, bond and index."""
     places: list[tuple[str, int, int]] = []
     worths: list[Tensor] = []
     for name, layer in layers.items():
         spec = layer.spec
-        for bond, weight in enumerate(layer.rank_weights, start=1):
-            left, right = layer.cores[bond - 1], layer.cores[bond]
-            energy = (
-                weight.double().square()
-                * left.double().flatten(0, -2).square().sum(0)
-                * right.double().flatten(1).square().sum(1)
-            )
+        for bond, share in enumerate(_lost_shares(layer), start=1):
             held = spec.ranks[bond - 1] * spec.mode_sizes[bond - 1]
             held += spec.mode_sizes[bond] * spec.ranks[bond + 1]
-            worth = energy / energy.mean().clamp(min=torch.finfo(torch.float64).tiny) / held
-            worths.append(worth)
-            places += [(name, bond, index) for index in range(weight.numel())]
+            worths.append(share / held)
+            places += [(name, bond, index) for index in range(share.numel())]
     values = torch.cat(worths).tolist()  # one wait for the device
     return [(value, *place) for value, place in zip(values, places, strict=True)]
+
+
+def _lost_shares(layer: TTModule) -> list[Tensor]:
+    """Per inner bond and rank, ``|W - W without it|^2 / |W|^2``.
+
+    Without rank j of a bond, W lacks ``L[:, j] R[j, :]``, where L and R are all that is left and
+    right of the bond: its squared norm is the product of two diagonal entries of Gram matrices.
+    """
+    cores = [core.double().flatten(1, -2) for core in layer.effective_cores()]
+    lefts = [torch.ones(1, 1, dtype=torch.float64, device=cores[0].device)]
+    for core in cores[:-1]:
+        lefts.append(torch.einsum("ab,anc,bnd->cd", lefts[-1], core, core))
+    rights = [torch.ones_like(lefts[0])]
+    for core in reversed(cores[1:]):
+        rights.append(torch.einsum("cd,anc,bnd->ab", rights[-1], core, core))
+    grams = list(zip(lefts[1:], reversed(rights[1:]), strict=True))
+    norm = (grams[0][0] * grams[0][1]).sum().clamp(min=torch.finfo(torch.float64).tiny)
+    return [left.diagonal() * right.diagonal() / norm for left, right in grams]
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """RankAdapter: stages, targets, cuts in mid-training, resume, and what it refuses."""
 
+import copy
 import io
 import warnings
 
@@ -12,6 +13,7 @@ from comera_fx.errors import ComeraError, RankError
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, param_groups
+from comera_fx.train.select import _lost_shares, ranks_to_give_up
 from comera_fx.train.size import SizeOf
 
 STUDENT = TTSpec("tt", (4, 8), (8, 4), (1, 4, 16, 4, 1))
@@ -279,7 +281,7 @@ def test_ranks_fall_where_the_loss_has_become_small(optimizer_class):
     adapter = RankAdapter(model, optimizer, RankConfig(target_ratio=0.5))
     target = torch.randn(64, 32) * 1e-3
     x = torch.randn(64, 32)
-    for _ in range(400):
+    for _ in range(600):
         loss = nn.functional.mse_loss(model(x), target)
         optimizer.zero_grad()
         adapter.loss(loss).backward()
@@ -381,3 +383,35 @@ def test_refusals(call, problem):
         call()
     assert isinstance(caught.value, ComeraError)
     assert len(str(caught.value).splitlines()) == 4
+
+
+def test_ranks_are_given_up_where_the_weight_needs_them_least():
+    # A layer whose middle bond carries a fourth of its ranks: that bond has to pay first.
+    torch.manual_seed(0)
+    layer = TTLinear(TTSpec("tt", (4, 8), (8, 4), (1, 4, 16, 4, 1)), 32, 32)
+    with torch.no_grad():
+        layer.core_1[..., 4:] *= 1e-3
+    layer.attach_rank_weights(0.01)
+    full = layer.dense_weight().detach()
+    masks = ranks_to_give_up({"layer": layer}, int(0.5 * layer.tt_params), 0)["layer"]
+    assert [int(mask.sum()) for mask in masks][0::2] == [0, 0]
+    assert not masks[1][:4].any()
+    with torch.no_grad():
+        for mask, weight in zip(masks, layer.rank_weights, strict=True):
+            weight[mask] = 0.0
+    left = layer.dense_weight().detach()
+    assert (left - full).norm() < 1e-2 * full.norm()
+
+
+def test_what_a_rank_carries_is_what_the_weight_loses_without_it():
+    torch.manual_seed(0)
+    layer = TTLinear(STUDENT, 32, 32, dtype=torch.float64)
+    layer.attach_rank_weights(0.01)
+    full = layer.dense_weight().detach()
+    for bond, shares in enumerate(_lost_shares(layer)):
+        for index in (0, len(shares) - 1):
+            without = copy.deepcopy(layer)
+            with torch.no_grad():
+                without.rank_weights[bond][index] = 0.0
+            lost = (full - without.dense_weight().detach()).norm() ** 2 / full.norm() ** 2
+            assert shares[index].item() == pytest.approx(lost.item(), rel=1e-8)
