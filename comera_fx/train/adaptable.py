@@ -1,8 +1,9 @@
-"""Which layers adapt, and what their optimizer must hold."""
+"""Which layers adapt, what their optimizer must hold, and what is said where that cannot work."""
 
 from __future__ import annotations
 
 import difflib
+import warnings
 import weakref
 from fnmatch import fnmatchcase
 
@@ -147,3 +148,49 @@ def _check_takes_groups(optimizer: torch.optim.Optimizer) -> None:
             expected="a group for the rank weights that the scheduler knows",
             mend=f"{mend}, or make the scheduler after the RankAdapter",
         )
+
+
+def check_types(model: object, optimizer: object, config: object) -> None:
+    """Raise where one of them is of another kind than ``RankAdapter`` takes.
+
+    Raises:
+        RankError: Naming the one that is.
+    """
+    wanted: tuple[tuple[str, object, type | tuple[type, ...]], ...] = (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+        ("config", config, (RankConfig, type(None))),
+    )
+    for name, value, kind in wanted:
+        if not isinstance(value, kind):
+            raise RankError(
+                f"RankAdapter got the wrong type of {name}",
+                got=type(value).__name__,
+                expected="an nn.Module, a torch optimizer and a RankConfig",
+                mend="write RankAdapter(model, optimizer, RankConfig(target_ratio=0.5))",
+            )
+
+
+def warn_if_out_of_reach(layers: dict[str, TTModule], target: int, min_rank: int) -> None:
+    """Say so where even the smallest ranks that cuts may reach hold more than the target."""
+    least = max(min_rank, 1)
+    smallest = 0
+    for layer in layers.values():
+        ranks = (1, *(min(rank, least) for rank in layer.spec.ranks[1:-1]), 1)
+        modes = enumerate(layer.spec.mode_sizes)
+        smallest += sum(ranks[k] * mode * ranks[k + 1] for k, mode in modes)
+    if smallest > target:
+        warnings.warn(
+            f"the target of {target:,} parameters is out of reach: at rank {least} on every bond "
+            f"the layers hold {smallest:,}.",
+            stacklevel=4,
+        )
+
+
+def warn_of_death(name: str) -> None:
+    """Say that a layer is left with its bias."""
+    warnings.warn(
+        f"all ranks of a bond of layer {name!r} have died: from now on the layer is its bias "
+        "alone. Raise min_rank, or lower gamma or the rank weights' learning rate.",
+        stacklevel=4,
+    )

@@ -14,8 +14,11 @@ from comera_fx.errors import RankError
 from comera_fx.train.adaptable import (
     adaptable_layers,
     check_holds_cores,
+    check_types,
     claim,
     hand_over,
+    warn_if_out_of_reach,
+    warn_of_death,
 )
 from comera_fx.train.select import Bond, ranks_to_give_up, spare
 from comera_fx.train.shrink import check_state, cut_ranks
@@ -73,7 +76,7 @@ class RankAdapter:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: RankConfig | None = None
     ) -> None:
-        _check_types(model, optimizer, config)
+        check_types(model, optimizer, config)
         self.config = config or RankConfig()
         self.optimizer = optimizer
         self._layers = adaptable_layers(model, self.config)
@@ -85,7 +88,8 @@ class RankAdapter:
         hand_over(optimizer, self._layers)
         self.initial_size = self.size
         self.target_size = self._target()
-        self._warn_if_out_of_reach()
+        if self.target_size is not None:
+            warn_if_out_of_reach(self._layers, self.target_size, self.config.min_rank)
         self.history: list[dict[str, Any]] = []
         self._num_steps = 0
         self._reference_loss: float | None = None
@@ -293,24 +297,6 @@ class RankAdapter:
                 mend="after model.load_state_dict load the optimizer's and the adapter's state too",
             )
 
-    def _warn_if_out_of_reach(self) -> None:
-        """Say so where even the smallest ranks that cuts may reach hold more than the target."""
-        if self.target_size is None:
-            return
-        least = max(self.config.min_rank, 1)
-        smallest = 0
-        for layer in self._layers.values():
-            inner = [min(rank, least) for rank in layer.spec.ranks[1:-1]]
-            ranks = (1, *inner, 1)
-            modes = enumerate(layer.spec.mode_sizes)
-            smallest += sum(ranks[k] * mode * ranks[k + 1] for k, mode in modes)
-        if smallest > self.target_size:
-            warnings.warn(
-                f"the target of {self.target_size:,} parameters is out of reach: at rank {least} "
-                f"on every bond the layers hold {smallest:,}.",
-                stacklevel=4,
-            )
-
     def _forget_gradients(self) -> None:
         """Clear the optimizer's state of the rank weights, as the late stage begins.
 
@@ -369,7 +355,7 @@ class RankAdapter:
             kept = [bond.alive for bond in bonds if bond.layer == name]
             if any(len(alive) < len(w) for alive, w in zip(kept, layer.rank_weights, strict=True)):
                 if layer.tt_params and not all(kept):
-                    _warn_of_death(name)
+                    warn_of_death(name)
                 device = layer.cores[0].device
                 cut_ranks(
                     layer,
@@ -431,27 +417,3 @@ class RankAdapter:
             held = sum(layer.tt_params * layer.cores[0].element_size() for layer in layers)
             return max(int(self.initial_size * config.target_bytes / held), 1)
         return config.target_params
-
-
-def _warn_of_death(name: str) -> None:
-    warnings.warn(
-        f"all ranks of a bond of layer {name!r} have died: from now on the layer is its bias "
-        "alone. Raise min_rank, or lower gamma or the rank weights' learning rate.",
-        stacklevel=4,
-    )
-
-
-def _check_types(model: object, optimizer: object, config: object) -> None:
-    wanted: tuple[tuple[str, object, type | tuple[type, ...]], ...] = (
-        ("model", model, nn.Module),
-        ("optimizer", optimizer, torch.optim.Optimizer),
-        ("config", config, (RankConfig, type(None))),
-    )
-    for name, value, kind in wanted:
-        if not isinstance(value, kind):
-            raise RankError(
-                f"RankAdapter got the wrong type of {name}",
-                got=type(value).__name__,
-                expected="an nn.Module, a torch optimizer and a RankConfig",
-                mend="write RankAdapter(model, optimizer, RankConfig(target_ratio=0.5))",
-            )
