@@ -18,7 +18,7 @@ SsaPath = tuple[tuple[int, int], ...]
 
 MAX_LEAVES_OUTER = 7
 """Up to this many leaves (eight tensors with the target) outer products are searched as well:
-without them the optimum is missed where ranks or modes are 1. It costs 15 ms at ten tensors."""
+without them the optimum is missed where ranks or modes are 1. The search grows fast with more."""
 MAX_LEAVES_OPTIMAL = 11
 """Above this the exhaustive search gives way to seeded random-greedy ones."""
 NUM_GREEDY_RESTARTS = 128

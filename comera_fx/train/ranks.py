@@ -329,8 +329,7 @@ class RankAdapter:
     def _hold_others(self) -> None:
         """Put the rank weights that are not pushed on back to where they were.
 
-        Their scale is the cores' as well, and at ten times the cores' rate they would only
-        wander: trained without any penalty they cost a small language model 3 % of its loss.
+        Their scale is the cores' as well; at ten times the cores' rate they would only wander.
         """
         if self._pushed is None or self._target_met:
             return
