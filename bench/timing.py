@@ -6,21 +6,37 @@ import csv
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 import torch
 
+Row = dict[str, object]
 
-def medians_ms(versions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+LEAST_REPEATS, MOST_REPEATS = 5, 200
+
+
+def medians_ms(
+    versions: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    prepare: Callable[[str], object] | None = None,
+) -> dict[str, float]:
     """Run every version ``repeats`` times, in turns, and return its median milliseconds.
 
     Turns, so that whatever else the machine does meets all versions; one unmeasured turn first.
+
+    Args:
+        versions: What to run, by name.
+        repeats: Measured turns.
+        prepare: Called with a version's name before each of its runs, outside the clock.
     """
     times: dict[str, list[float]] = {name: [] for name in versions}
     for turn in range(repeats + 1):
         for name, run in versions.items():
+            if prepare is not None:
+                prepare(name)
             start = time.perf_counter()
             run()
             if turn:
@@ -28,19 +44,50 @@ def medians_ms(versions: Mapping[str, Callable[[], object]], repeats: int) -> di
     return {name: median(values) for name, values in times.items()}
 
 
-def append_rows(path: Path, rows: list[dict[str, object]]) -> None:
-    """Append rows to a CSV file, with what the figures depend on in every row."""
-    environment = {
+def repeats_within(
+    seconds: float,
+    versions: Mapping[str, Callable[[], object]],
+    *,
+    prepare: Callable[[str], object] | None = None,
+) -> int:
+    """Return how many turns of all versions fit into ``seconds``, between 5 and 200."""
+    turn = sum(medians_ms(versions, 1, prepare=prepare).values()) / 1e3
+    return max(LEAST_REPEATS, min(MOST_REPEATS, int(seconds / turn)))
+
+
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Append rows to a CSV file, with what the figures depend on in every row.
+
+    Raises:
+        ValueError: If the file holds other columns.
+    """
+    environment: Row = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
     }
     rows = [{**row, **environment} for row in rows]
+    columns = list(rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = not path.exists()
+    if not fresh:
+        with path.open(newline="") as file:
+            held = next(csv.reader(file))
+        if held != columns:
+            raise ValueError(f"{path} holds the columns {held}, not {columns}: move it away")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=columns)
         if fresh:
             writer.writeheader()
         writer.writerows(rows)
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Return rows of equal keys as aligned text, the keys on top; ``None`` is left blank."""
+    cells = [list(rows[0]), *(["" if v is None else str(v) for v in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
