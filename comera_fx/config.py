@@ -8,7 +8,7 @@ from typing import Literal
 
 from comera_fx.errors import ConfigError
 
-Objective = Literal["flops", "time"]
+Objective = Literal["flops", "time", "memory"]
 Layout = Literal["tt", "ttm"]
 Ranks = int | tuple[int, ...]
 ModePair = tuple[tuple[int, ...], tuple[int, ...]]
@@ -45,22 +45,32 @@ class PlanConfig:
     """How contraction trees are chosen.
 
     Args:
-        objective: What the tree minimises: ``"flops"`` of forward and backward, or their
-            predicted ``"time"``, in which copies and skinny products count.
+        objective: What is minimised: the predicted ``"time"`` of forward and backward, their
+            ``"flops"``, or the ``"memory"``, the bytes saved for backward, then the peak.
         memory_limit_bytes: Plans of linear layers whose peak is above this are refused;
             ``None`` is no limit.
+        pad_ranks: Whether plans for ``"time"`` may pad ranks with zeros, inside the plan, to
+            sizes at which the device's products run faster.
     """
 
-    objective: Objective = "flops"
+    objective: Objective = "time"
     memory_limit_bytes: int | None = None
+    pad_ranks: bool = True
 
     def __post_init__(self) -> None:
         _check(
-            self.objective in ("flops", "time"),
+            self.objective in ("flops", "time", "memory"),
             "PlanConfig.objective",
             self.objective,
-            "'flops' or 'time'",
-            "use objective='time' where ranks shrink",
+            "'time', 'flops' or 'memory'",
+            "use the default, 'time'",
+        )
+        _check(
+            isinstance(self.pad_ranks, bool),
+            "PlanConfig.pad_ranks",
+            self.pad_ranks,
+            "True or False",
+            "give False to run the ranks as they are",
         )
         limit = self.memory_limit_bytes
         _check(

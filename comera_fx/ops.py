@@ -22,8 +22,8 @@ from comera_fx.spec import TTSpec
 _library: Any = torch.library.Library("comera_fx", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "tt_linear(Tensor x, Tensor[] cores, Tensor? bias, str layout, int num_in_modes, "
-    "int in_features, int out_features, *, int num_tokens_hint=4096, str objective='flops', "
-    "int? memory_limit_bytes=None) -> Tensor"
+    "int in_features, int out_features, *, int num_tokens_hint=4096, str objective='time', "
+    "int? memory_limit_bytes=None, bool pad_ranks=True) -> Tensor"
 )
 _library.define(
     "tt_embedding(Tensor ids, Tensor[] cores, Tensor? padding_row, str layout, "
@@ -78,8 +78,9 @@ def tt_linear(
     out_features: int,
     *,
     num_tokens_hint: int = 4096,
-    objective: str = "flops",
+    objective: str = "time",
     memory_limit_bytes: int | None = None,
+    pad_ranks: bool = True,
 ) -> Tensor:
     """Return ``x W^T + bias`` for a weight W held as tensor-train cores.
 
@@ -94,6 +95,7 @@ def tt_linear(
         num_tokens_hint: Rows of x to plan for where their number is symbolic.
         objective: What the plan minimises.
         memory_limit_bytes: Limit of the plan's peak.
+        pad_ranks: Whether the plan may pad ranks.
 
     Returns:
         ``(..., out_features)``.
@@ -122,6 +124,7 @@ def tt_linear(
         num_tokens_hint=num_tokens_hint,
         objective=cast("Objective", objective),
         memory_limit_bytes=memory_limit_bytes,
+        pad_ranks=pad_ranks,
     )
     if not padded:
         return y

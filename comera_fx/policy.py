@@ -14,7 +14,7 @@ from torch import nn
 from comera_fx.candidates import Candidate, find_candidates, structural_reasons
 from comera_fx.config import Layout, OptimizeConfig, PlanConfig, Ranks
 from comera_fx.errors import ConfigError, PlanError, SpecError
-from comera_fx.plan.plan import bucket_tokens, plan_linear
+from comera_fx.plan.linear import bucket_tokens, plan_linear
 from comera_fx.shapes import choose_modes
 from comera_fx.spec import TTSpec
 

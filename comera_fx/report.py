@@ -19,8 +19,9 @@ from comera_fx.errors import ConfigError, PlanError
 from comera_fx.modules import TTEmbedding, TTLinear, TTModule
 from comera_fx.passes.pipeline import Pass, Watcher, numerics_of
 from comera_fx.passes.text import format_graph as format_graph
+from comera_fx.plan.linear import plan_linear
 from comera_fx.plan.lookup import plan_lookup
-from comera_fx.plan.plan import Plan, plan_linear
+from comera_fx.plan.plan import Plan
 from comera_fx.shapes import ModeChoice
 
 RECORD = "_comera_fx_record"

@@ -50,5 +50,5 @@ def test_examples(name, tmp_path, monkeypatch):
 
 
 def test_examples_are_found():
-    found = doctest.DocTestFinder().find(importlib.import_module("comera_fx.plan.plan"))
+    found = doctest.DocTestFinder().find(importlib.import_module("comera_fx.plan.linear"))
     assert sum(len(test.examples) for test in found) >= 2

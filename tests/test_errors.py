@@ -62,13 +62,14 @@ MODES = ("a pair (in_modes, out_modes)", "write ((12, 8, 8), (8, 8, 12))")
 PATTERNS, MAPPING = "a sequence of patterns", "a mapping from patterns"
 WEIGHT = ("a finite number, 0 or more", "give 0 to switch it off")
 REFUSED = [
-    (PlanConfig, "objective", ["fast", None], ("'flops' or 'time'", "use objective='time'")),
+    (PlanConfig, "objective", ["fast", None], ("'time', 'flops' or 'memory'", "use the default")),
     (
         PlanConfig,
         "memory_limit_bytes",
         [0, -1, 1.5, True, "1GB"],
         ("a positive number of bytes, or None", "leave it None for no limit"),
     ),
+    (PlanConfig, "pad_ranks", [None, 1, "no"], ("True or False", "give False")),
     (OptimizeConfig, "max_rank", [0, -3, 2.5, None, True, "32"], COUNT_1),
     (OptimizeConfig, "min_params", [-1, 0.5, None], COUNT_0),
     (OptimizeConfig, "num_tokens_hint", [0, 1e3], COUNT_1),

@@ -14,7 +14,7 @@ from torch import nn
 
 import comera_fx
 from comera_fx import OptimizeConfig, PlanConfig, TTEmbedding, TTLinear
-from comera_fx.plan.plan import bucket_tokens, plan_linear
+from comera_fx.plan.linear import bucket_tokens, plan_linear
 from tests.lossless import LOSSLESS, RANDOM, SPEC, Block, Branching, Nested, exact_linear
 from tests.tolerances import EXACT
 

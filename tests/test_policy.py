@@ -7,7 +7,7 @@ from torch import nn
 
 from comera_fx.config import OptimizeConfig, PlanConfig
 from comera_fx.errors import ConfigError, SpecError
-from comera_fx.plan.plan import plan_linear
+from comera_fx.plan.linear import plan_linear
 from comera_fx.policy import Choice, decide, refuse_if_nothing
 from comera_fx.spec import TTSpec
 

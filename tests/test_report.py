@@ -14,7 +14,7 @@ from torch import fx, nn
 import comera_fx
 from comera_fx.config import OptimizeConfig, PlanConfig
 from comera_fx.modules import TTLinear
-from comera_fx.plan.plan import plan_linear
+from comera_fx.plan.linear import plan_linear
 from comera_fx.report import explain_model, format_graph
 from comera_fx.spec import TTSpec
 

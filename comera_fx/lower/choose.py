@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from comera_fx.config import Objective
-from comera_fx.lower.execute import bind, contract
+from comera_fx.lower.execute import contract
+from comera_fx.plan.cost import cost_model
+from comera_fx.plan.linear import bucket_tokens, plan_linear
 from comera_fx.plan.lookup import plan_lookup
 from comera_fx.plan.networks import Network, dense_network
-from comera_fx.plan.plan import bucket_tokens, plan_linear
-from comera_fx.plan.program import Program, cached_program
+from comera_fx.plan.program import Program, make_program
 from comera_fx.plan.search import find_path
 from comera_fx.spec import TTSpec
 
@@ -27,6 +28,7 @@ def linear(
     num_tokens_hint: int,
     objective: Objective,
     memory_limit_bytes: int | None,
+    pad_ranks: bool,
 ) -> Tensor:
     """Return ``x W^T + bias`` by the plan for this number of tokens.
 
@@ -38,6 +40,7 @@ def linear(
         num_tokens_hint: Tokens to plan for where their number is symbolic.
         objective: What the plan minimises.
         memory_limit_bytes: Limit of the plan's peak.
+        pad_ranks: Whether the plan may pad ranks.
     """
     num_tokens = math.prod(x.shape[:-1])
     program = _linear_program(
@@ -48,9 +51,10 @@ def linear(
         x.device.type,
         objective,
         memory_limit_bytes,
+        pad_ranks,
     )
     shape = (*x.shape[:-1], spec.out_size)
-    return contract(bind(program, num_tokens), (x, *cores), shape, bias)
+    return contract(program, num_tokens, (x, *cores), shape, bias)
 
 
 def dense(cores: list[Tensor], spec: TTSpec) -> Tensor:
@@ -88,8 +92,9 @@ def embedding(ids: Tensor, cores: list[Tensor], spec: TTSpec, *, num_tokens_hint
 
 def _weight_only(cores: list[Tensor], network: Network, shape: tuple[int, ...]) -> Tensor:
     wanted = tuple(core.requires_grad for core in cores)
-    program = cached_program(network, find_path(network), wanted, cores[0].element_size())
-    return contract(bind(program, 1), cores, shape)
+    costs = cost_model(cores[0].device.type)
+    program = make_program(network, find_path(network), wanted, cores[0].element_size(), costs)
+    return contract(program, 1, cores, shape)
 
 
 @lru_cache(maxsize=4096)
@@ -101,6 +106,7 @@ def _linear_program(
     device_type: str,
     objective: Objective,
     memory_limit_bytes: int | None,
+    pad_ranks: bool,
 ) -> Program:
     plan = plan_linear(
         spec,
@@ -108,10 +114,11 @@ def _linear_program(
         objective,
         wanted[0],
         memory_limit_bytes=memory_limit_bytes,
+        pad_ranks=pad_ranks,
         itemsize=dtype.itemsize,
         device_type=device_type,
     )
-    return cached_program(plan.network, plan.path, wanted, dtype.itemsize)
+    return plan.program_for(wanted)
 
 
 def _bucket(num_tokens: int, hint: int) -> int:
@@ -120,5 +127,5 @@ def _bucket(num_tokens: int, hint: int) -> int:
     A symbolic number is never compared, which would bind the graph to a range of batches.
     """
     if type(num_tokens) is not int or torch.compiler.is_exporting():
-        return hint
+        return max(hint, 2)  # a plan for one token has no index for them
     return bucket_tokens(num_tokens)

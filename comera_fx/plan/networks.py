@@ -9,8 +9,8 @@ of the tensors, which is why each pairwise contraction is one matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from string import ascii_letters
@@ -45,6 +45,12 @@ class Network:
     def size_of(self) -> dict[str, int]:
         """Index to size."""
         return dict(self.sizes)
+
+    def resized(self, sizes: Mapping[str, int]) -> Network:
+        """Return the same network with other sizes for some of its indices."""
+        if not sizes:
+            return self
+        return replace(self, sizes=tuple((i, sizes.get(i, size)) for i, size in self.sizes))
 
 
 @dataclass(frozen=True)
@@ -93,19 +99,22 @@ def _core_names(spec: TTSpec) -> tuple[str, ...]:
 def linear_network(spec: TTSpec, num_tokens: int) -> Network:
     """Return the network of ``y = x W^T`` with ``num_tokens`` rows of input.
 
+    A single row has no index of its own, as nothing of size 1 has.
+
     Example:
         >>> spec = TTSpec("tt", (2, 3), (4,), (1, 2, 3, 1))
         >>> linear_network(spec, 8).indices
         ('bac', 'ae', 'ecf', 'fd')
     """
     letters = _letters(spec)
+    tokens = TOKENS if num_tokens > 1 else ""
     return Network(
         names=("x", *_core_names(spec)),
-        indices=(TOKENS + "".join(letters.in_modes), *_core_indices(spec, letters)),
+        indices=(tokens + "".join(letters.in_modes), *_core_indices(spec, letters)),
         target="dy",
-        target_indices=TOKENS + "".join(letters.out_modes),
+        target_indices=tokens + "".join(letters.out_modes),
         result="y",
-        sizes=((TOKENS, num_tokens), *letters.sizes),
+        sizes=(*(((TOKENS, num_tokens),) if tokens else ()), *letters.sizes),
     )
 
 

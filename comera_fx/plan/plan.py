@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comera_fx.config import Objective, PlanConfig
-from comera_fx.errors import PlanError
-from comera_fx.plan.cost import cost_model
-from comera_fx.plan.networks import Network, linear_network
-from comera_fx.plan.program import Program, cached_program
-from comera_fx.plan.search import SsaPath, find_path, two_sided_path
+from comera_fx.plan.cost import CostModel, shipped_model
+from comera_fx.plan.networks import Network
+from comera_fx.plan.program import Program, Recompute, make_program
+from comera_fx.plan.search import SsaPath
 from comera_fx.plan.steps import Message, Step, Steps, make_steps
 from comera_fx.spec import TTSpec
 
 if TYPE_CHECKING:
     import networkx
-
-MEMORY_OBJECTIVES = ("size", "write", "combo")
-"""What other trees minimise that are tried when the one of fewest FLOPs breaks the limit."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,9 @@ class Plan:
         needs_input_grad: Whether the gradient of the input is wanted.
         network: The closed network.
         path: Its contraction tree.
+        pads: Pairs of bond index and the rank to which it is padded.
+        recompute: Which weight-only messages the backward pass makes again.
+        costs: Speeds of the device planned for.
     """
 
     spec: TTSpec
@@ -44,6 +44,9 @@ class Plan:
     needs_input_grad: bool
     network: Network = field(repr=False)
     path: SsaPath = field(repr=False)
+    pads: tuple[tuple[str, int], ...] = ()
+    recompute: Recompute = "none"
+    costs: CostModel = field(default_factory=lambda: shipped_model("cpu"), repr=False)
 
     @property
     def wanted(self) -> tuple[bool, ...]:
@@ -58,7 +61,19 @@ class Plan:
     @property
     def program(self) -> Program:
         """The matrix products that run the steps."""
-        return cached_program(self.network, self.path, self.wanted, self.itemsize)
+        return self.program_for(self.wanted)
+
+    def program_for(self, wanted: tuple[bool, ...]) -> Program:
+        """Return the matrix products that run the steps for the wanted gradients."""
+        return make_program(
+            self.network,
+            self.path,
+            wanted,
+            self.itemsize,
+            self.costs,
+            self.pads,
+            self.recompute,
+        )
 
     @property
     def flops_forward(self) -> int:
@@ -70,15 +85,42 @@ class Plan:
         """Floating-point operations backward for every wanted gradient."""
         return self.steps.flops_backward
 
-    @property
+    @cached_property
     def flops_padding(self) -> int:
-        """Operations spent on padded ranks: none, ranks are not padded."""
-        return 0
+        """Operations spent on padded ranks, forward and backward."""
+        if not self.pads:
+            return 0
+        padded = make_steps(self.network.resized(dict(self.pads)), self.path, self.wanted)
+        flops = padded.flops_forward + padded.flops_backward
+        return flops - self.flops_forward - self.flops_backward
+
+    @cached_property
+    def flops_recomputed(self) -> int:
+        """Operations by which the backward pass repeats what the forward pass did, unpadded."""
+        program = self.program
+        again = {program.names[op.out] for op in program.backward[: program.recomputed]}
+        return sum(step.flops for step in self.steps.forward if step.out.name in again)
 
     @property
-    def flops_recomputed(self) -> int:
-        """Operations that repeat what the forward pass did: none, messages are saved."""
-        return 0
+    def seconds(self) -> float:
+        """Predicted time of forward and backward."""
+        return self.costs.call_seconds + self.program.seconds
+
+    @property
+    def dense_seconds(self) -> float:
+        """Predicted time of the dense layer's forward and backward."""
+        return self.costs.dense_seconds(
+            self.num_tokens,
+            (self.spec.in_size, self.spec.out_size),
+            self.itemsize,
+            needs_input_grad=self.needs_input_grad,
+        )
+
+    @cached_property
+    def saved_names(self) -> frozenset[str]:
+        """Names of the messages and leaves that are kept from forward to backward."""
+        program = self.program
+        return frozenset(program.names[slot].removesuffix("padded") for slot in program.kept)
 
     @property
     def peak_bytes(self) -> int:
@@ -124,6 +166,16 @@ class Plan:
             graph.add_edge(step.right.name, name)
         return graph
 
+    def to_svg(self, path: str | os.PathLike[str]) -> None:
+        """Draw the tree with its messages, forward and backward, the saved ones marked.
+
+        Args:
+            path: File to write.
+        """
+        from comera_fx.plan.draw import plan_svg
+
+        Path(path).write_text(plan_svg(self), encoding="utf-8")
+
     def _attributes(self, message: Message, kind: str, step: Step | None) -> dict[str, Any]:
         size = self._size(message)
         return {
@@ -132,7 +184,7 @@ class Plan:
             "size": size,
             "bytes": size * self.itemsize,
             "flops": step.flops if step else 0,
-            "saved": message in self.steps.saved,
+            "saved": message.name in self.saved_names,
         }
 
     def _size(self, message: Message) -> int:
@@ -156,10 +208,15 @@ class Plan:
 
     def _title(self) -> str:
         modes = f"{_join(self.spec.in_modes)} -> {_join(self.spec.out_modes)}"
+        padded = ", ".join(f"{rank} as {to}" for rank, to in self._padded_ranks())
         return (
-            f"Plan of a {self.spec.layout} layer {modes}, ranks {_join(self.spec.ranks)}, "
-            f"{self.num_tokens} tokens"
+            f"Plan of a {self.spec.layout} layer {modes}, ranks {_join(self.spec.ranks)}"
+            f"{f' (padded: {padded})' if padded else ''}, {self.num_tokens} tokens"
         )
+
+    def _padded_ranks(self) -> list[tuple[int, int]]:
+        size_of = self.network.size_of
+        return [(size_of[index], to) for index, to in self.pads]
 
     def _row(self, step: Step) -> tuple[str, ...]:
         shared = step.left.indices & step.right.indices
@@ -175,7 +232,7 @@ class Plan:
             f"{m} x {n} x {k}",
             f"{step.flops:,}",
             f"{self._size(step.out) * self.itemsize:,}",
-            "saved" if step.out in self.steps.saved else "",
+            "saved" if step.out.name in self.saved_names else "",
         )
 
     def _totals(self) -> list[str]:
@@ -189,19 +246,9 @@ class Plan:
             f"{self.dense_flops_backward:,}  = {ratio:.1f} x the plan",
             f"bytes  peak {self.peak_bytes:,}  saved for backward {self.saved_bytes:,}  "
             f"copied {self.program.copied_bytes:,}",
+            f"time   {1e3 * self.seconds:.3f} ms predicted, "
+            f"dense {1e3 * self.dense_seconds:.3f} ms",
         ]
-
-
-def bucket_tokens(num_tokens: int) -> int:
-    """Return the number of tokens that is planned for: the next power of two.
-
-    Few plans then serve all batch sizes.
-
-    Example:
-        >>> [bucket_tokens(n) for n in (0, 1, 5, 4096)]
-        [1, 1, 8, 4096]
-    """
-    return 1 << max(num_tokens - 1, 0).bit_length()
 
 
 def _join(numbers: tuple[int, ...]) -> str:
@@ -210,76 +257,3 @@ def _join(numbers: tuple[int, ...]) -> str:
 
 def _sorted(message: Message) -> str:
     return "".join(sorted(message.indices))
-
-
-@lru_cache(maxsize=4096)
-def plan_linear(
-    spec: TTSpec,
-    num_tokens: int,
-    objective: Objective = "flops",
-    needs_input_grad: bool = True,
-    *,
-    memory_limit_bytes: int | None = None,
-    itemsize: int = 4,
-    device_type: str = "cpu",
-) -> Plan:
-    """Plan ``y = x W^T`` and its gradients for a weight in TT form.
-
-    Args:
-        spec: Shape of the weight.
-        num_tokens: Rows of ``x``.
-        objective: What the contraction tree minimises: "flops", or the predicted "time".
-        needs_input_grad: Whether the gradient of ``x`` is wanted; those of the cores are.
-        memory_limit_bytes: Plans whose peak is above this are refused.
-        itemsize: Bytes of one number, 4 for float32.
-        device_type: Whose speeds the time is predicted by, "cpu" or "cuda".
-
-    Returns:
-        The plan; equal arguments give the same object.
-
-    Raises:
-        PlanError: If no plan stays below the limit.
-
-    Example:
-        >>> spec = TTSpec("tt", (12, 8, 8), (8, 8, 12), (1, 12, 30, 30, 30, 12, 1))
-        >>> plan_linear(spec, 4096).flops_forward // 2
-        190195200
-    """
-    config = PlanConfig(objective=objective, memory_limit_bytes=memory_limit_bytes)
-    if num_tokens < 1:
-        raise PlanError(
-            "a plan needs at least one token",
-            got=f"num_tokens={num_tokens}",
-            expected="num_tokens >= 1",
-            mend="give the number of rows of the layer's input",
-        )
-    network = linear_network(spec, num_tokens)
-
-    def searched(minimize: str) -> Plan:
-        path = find_path(network, minimize)
-        return Plan(spec, num_tokens, itemsize, needs_input_grad, network, path)
-
-    def cost(plan: Plan) -> float:
-        if objective == "flops":
-            return plan.flops_forward + plan.flops_backward
-        return cost_model(device_type).seconds(plan.program, num_tokens, itemsize)
-
-    plans = [searched("flops")]
-    if objective == "time" and spec.layout == "tt":
-        path = two_sided_path(len(spec.in_modes), len(spec.out_modes))
-        plans.append(Plan(spec, num_tokens, itemsize, needs_input_grad, network, path))
-    limit = config.memory_limit_bytes
-    if limit is None:
-        return min(plans, key=cost)
-    if all(plan.peak_bytes > limit for plan in plans):
-        plans += [searched(minimize) for minimize in MEMORY_OBJECTIVES]
-    fitting = [plan for plan in plans if plan.peak_bytes <= limit]
-    if not fitting:
-        least = min(plan.peak_bytes for plan in plans)
-        raise PlanError(
-            f"no plan of {spec} at {num_tokens} tokens stays below the memory limit",
-            got=f"memory_limit_bytes={limit}",
-            expected=f"at least {least}, the smallest peak found",
-            mend="raise the limit, or use smaller batches or ranks",
-        )
-    return min(fitting, key=cost)

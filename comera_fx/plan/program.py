@@ -1,39 +1,42 @@
 """From steps to a program of matrix products on views.
 
-Each step is one matrix product. A stored tensor is read as a matrix without a copy when its
-indices lie as (kept, contracted) or as (contracted, kept); so the only freedom that matters is in
-which of two orders each product stores its result, and the choice is made to copy as few bytes as
-possible.
-
 Sizes in a program are ints in which a negative size ``-f`` stands for ``f * num_tokens``: one
 program serves every number of tokens of its bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import Literal
 
+from comera_fx.plan.cost import CostModel
+from comera_fx.plan.layout import Arrangement, Layout, Order, best_layout, drop
 from comera_fx.plan.networks import TOKENS, Network
 from comera_fx.plan.search import SsaPath
 from comera_fx.plan.steps import Message, Step, Steps, make_steps
 
-Order = str
-"""Indices in the order in which a tensor stores them, slowest first."""
+Recompute = Literal["none", "cheap", "all"]
+"""Which weight-only messages the backward pass makes again, instead of having them saved."""
+
+CHEAP = 0.01
+"""Share of a program's time up to which making its weight-only messages again is cheap."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """How a stored tensor is read, as a matrix or in its final shape.
+    """How a stored tensor is read, as a matrix, a batch of matrices, or in its final shape.
 
     Args:
         slot: Which tensor.
         shape: Shape to read it in; with ``axes``, the shape before permuting.
         axes: Permutation that costs a copy, or ``None`` for a view.
         final: Shape after the permutation; equals ``shape`` for a view.
-        transposed: Whether the view is then transposed, which costs nothing.
+        transposed: Whether the last two axes are then swapped, which costs nothing.
+        repeated: Size of a batch that reads this one matrix; 0 where there is none.
+        narrowed: Shape that is left of ``final`` once padding is cut off; ``None`` for all.
     """
 
     slot: int
@@ -41,6 +44,8 @@ class Read:
     axes: tuple[int, ...] | None
     final: tuple[int, ...]
     transposed: bool = False
+    repeated: int = 0
+    narrowed: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,38 @@ class Product:
     out: int
     left: Read
     right: Read
+    batched: bool = False
     free: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Slots that are read."""
+        return self.left.slot, self.right.slot
+
+    @property
+    def copied_slots(self) -> tuple[int, ...]:
+        """Slots whose reads make a copy."""
+        return tuple(read.slot for read in (self.left, self.right) if read.axes is not None)
+
+
+@dataclass(frozen=True)
+class Pad:
+    """``out = source``, read in ``shape`` and padded with zeros to ``final``."""
+
+    out: int
+    source: int
+    shape: tuple[int, ...]
+    final: tuple[int, ...]
+    free: tuple[int, ...] = ()
+    copied_slots: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Slots that are read."""
+        return (self.source,)
+
+
+Op = Product | Pad
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,183 +97,204 @@ class Program:
     so that looking one up costs no walk through its products.
 
     Args:
-        forward: Products of the forward pass.
+        names: Name of what each slot holds.
+        forward: What the forward pass runs.
         result: How its result is read.
         bias_fits: Whether the last forward product can add a bias over its columns.
-        backward: Products of the backward pass.
+        backward: What the backward pass runs; it may begin by making messages again.
         gradients: Per leaf how its gradient is read, ``None`` where it is not wanted.
         kept: Slots kept from forward to backward: the messages that backward reads, and the
             leaves that it reads or that these messages are made of.
-        recompute: The forward products that make the kept messages from the kept leaves.
+        recompute: What makes the kept messages from the kept leaves.
         num_leaves: Number of leaves.
-        num_slots: Number of tensors, given or made.
         peak_bytes: Largest sum of the bytes alive at once, cores left out, at the tokens
             planned for: inputs, messages, results and what a copying read makes.
         saved_bytes: Bytes kept from forward to backward, cores left out.
         copied_bytes: Bytes moved by reads that are no views.
+        recomputed: Number of operations that ``backward`` begins with to make messages again.
+        seconds: Predicted time of forward and backward.
     """
 
-    forward: tuple[Product, ...]
+    names: tuple[str, ...]
+    forward: tuple[Op, ...]
     result: Read
     bias_fits: bool
-    backward: tuple[Product, ...]
+    backward: tuple[Op, ...]
     gradients: tuple[Read | None, ...]
     kept: tuple[int, ...]
-    recompute: tuple[Product, ...]
+    recompute: tuple[Op, ...]
     num_leaves: int
-    num_slots: int
     peak_bytes: int
     saved_bytes: int
     copied_bytes: int
+    recomputed: int
+    seconds: float
 
 
+@lru_cache(maxsize=4096)
 def make_program(
-    network: Network, path: SsaPath, wanted: tuple[bool, ...], itemsize: int
+    network: Network,
+    path: SsaPath,
+    wanted: tuple[bool, ...],
+    itemsize: int,
+    costs: CostModel,
+    pads: tuple[tuple[str, int], ...] = (),
+    recompute: Recompute = "none",
 ) -> Program:
-    """Return the program of ``network`` along ``path`` for the wanted gradients."""
-    steps = make_steps(network, path, wanted)
-    layout = _best_layout(network, steps)
-    return _Assembler(network, steps, layout, itemsize).program()
+    """Return the program of ``network`` along ``path`` for the wanted gradients.
 
-
-# ---- layouts: which operand of each product comes first ----
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Storage order of every message, and per step the order of its contracted indices."""
-
-    orders: Mapping[str, Order]
-    swapped: tuple[bool, ...]
-    contracted: tuple[Order, ...]
-    copied: int
-
-
-def _best_layout(network: Network, steps: Steps) -> _Layout:
-    """Flip one product at a time while that saves copies; starts from no flips."""
-    all_steps = (*steps.forward, *steps.backward)
-    best = _lay_out(network, steps, all_steps, (False,) * len(all_steps))
-    improved = best.copied > 0
-    while improved:
-        improved = False
-        for k in range(len(all_steps)):
-            flips = (*best.swapped[:k], not best.swapped[k], *best.swapped[k + 1 :])
-            other = _lay_out(network, steps, all_steps, flips)
-            if other.copied < best.copied:
-                best, improved = other, True
-    return best
-
-
-def _lay_out(
-    network: Network, steps: Steps, all_steps: Sequence[Step], swapped: tuple[bool, ...]
-) -> _Layout:
-    size_of = network.size_of
-    orders = dict(zip(network.names, network.indices, strict=True))
-    orders[network.target] = network.target_indices
-    contracted, copied = [], 0
-    for step, swap in zip(all_steps, swapped, strict=True):
-        first, second = (step.right, step.left) if swap else (step.left, step.right)
-        shared = first.indices & second.indices
-        by_first, by_second = (_only(orders[m.name], shared) for m in (first, second))
-        keep_first, keep_second = (_drop(orders[m.name], shared) for m in (first, second))
-        costs = [
-            _copy_cost(orders[first.name], keep_first, order, size_of)
-            + _copy_cost(orders[second.name], order, keep_second, size_of)
-            for order in (by_first, by_second)
-        ]
-        contracted.append(by_first if costs[0] <= costs[1] else by_second)
-        copied += min(costs)
-        orders[step.out.name] = keep_first + keep_second
-    for message, order in _results(network, steps):
-        copied += _copy_cost(orders[message.name], order, "", size_of)
-    return _Layout(orders, swapped, tuple(contracted), copied)
-
-
-def _results(network: Network, steps: Steps) -> list[tuple[Message, Order]]:
-    """Pairs of result message and the order in which it must be handed out."""
-    gradients = [(message, network.indices[leaf]) for leaf, message in steps.gradients]
-    return [(steps.result, network.target_indices), *gradients]
-
-
-def _only(order: Order, kept: frozenset[str]) -> Order:
-    return "".join(index for index in order if index in kept)
-
-
-def _drop(order: Order, dropped: frozenset[str]) -> Order:
-    return "".join(index for index in order if index not in dropped)
-
-
-def _is_view(stored: Order, rows: Order, columns: Order) -> bool:
-    return stored in (rows + columns, columns + rows)
-
-
-def _copy_cost(stored: Order, rows: Order, columns: Order, size_of: Mapping[str, int]) -> int:
-    moves = {i for i in stored if size_of[i] > 1}
-    stored, rows, columns = (_only(order, frozenset(moves)) for order in (stored, rows, columns))
-    return 0 if _is_view(stored, rows, columns) else prod(size_of[i] for i in stored)
-
-
-# ---- assembly ----
+    Args:
+        network: The closed network.
+        path: A tree of it.
+        wanted: Per leaf, whether its gradient is wanted.
+        itemsize: Bytes of one number.
+        costs: What the storage orders are chosen by.
+        pads: Pairs of index and the size to which it is padded; both of its tensors are leaves.
+        recompute: Which weight-only messages are made again; "cheap" where that takes little time.
+    """
+    padded = network.resized(dict(pads))
+    steps = make_steps(padded, path, wanted)
+    layout = best_layout(padded, steps, itemsize, costs)
+    return _Assembler(network, padded, steps, layout, itemsize, costs).program(recompute)
 
 
 class _Assembler:
-    def __init__(self, network: Network, steps: Steps, layout: _Layout, itemsize: int) -> None:
-        self.network, self.steps, self.layout, self.itemsize = network, steps, layout, itemsize
-        names = (*network.names, network.target)
-        names += tuple(step.out.name for step in (*steps.forward, *steps.backward))
-        self.slots = {name: slot for slot, name in enumerate(names)}
-        self.size_of = network.size_of
+    def __init__(
+        self,
+        network: Network,
+        padded: Network,
+        steps: Steps,
+        layout: Layout,
+        itemsize: int,
+        costs: CostModel,
+    ) -> None:
+        self.network, self.padded, self.steps, self.layout = network, padded, steps, layout
+        self.itemsize, self.costs = itemsize, costs
+        messages = (*steps.forward, *steps.backward)
+        self.names = [*network.names, network.target, *(step.out.name for step in messages)]
+        self.raw_size_of, self.size_of = network.size_of, padded.size_of
+        # What a step calls by the name of a padded leaf is the padded one.
+        self.slots = {name: slot for slot, name in enumerate(self.names)}
+        self.pads = list(self._pads())
 
-    def program(self) -> Program:
+    def _pads(self) -> Iterable[Pad]:
+        changed = {i for i, size in self.size_of.items() if self.raw_size_of[i] != size}
+        for leaf, indices in enumerate(self.network.indices):
+            if changed.isdisjoint(indices):
+                continue
+            shape, final = (
+                tuple(size_of[i] for i in indices) for size_of in (self.raw_size_of, self.size_of)
+            )
+            slot = len(self.names)
+            self.names.append(f"{self.network.names[leaf]}padded")
+            self.slots[self.network.names[leaf]] = slot
+            yield Pad(slot, leaf, shape, final)
+
+    def program(self, recompute: Recompute) -> Program:
         steps, num_forward = self.steps, len(self.steps.forward)
-        saved = tuple(sorted(self.slots[message.name] for message in steps.saved))
+        num_leaves = len(self.network.names)
         products = [
-            self._product(step, swap, order)
-            for step, swap, order in zip(
-                (*steps.forward, *steps.backward),
-                self.layout.swapped,
-                self.layout.contracted,
-                strict=True,
+            self._product(step, arrangement)
+            for step, arrangement in zip(
+                (*steps.forward, *steps.backward), self.layout.arrangements, strict=True
             )
         ]
+        made: list[Op] = [*self.pads, *products[:num_forward]]
         result = self._final(steps.result, self.network.target_indices)
-        gradients: list[Read | None] = [None] * len(self.network.names)
+        gradients: list[Read | None] = [None] * num_leaves
         for leaf, message in steps.gradients:
-            gradients[leaf] = self._final(message, self.network.indices[leaf])
-        wanted = [read for read in gradients if read is not None]
-        forward = _with_frees(products[:num_forward], keep={*saved, result.slot})
-        backward = _with_frees(products[num_forward:], keep={read.slot for read in wanted})
-        recompute = _needed_for(set(saved), products[:num_forward])
-        read = {*saved, *(read.slot for p in recompute for read in (p.left, p.right))}
-        num_leaves = len(self.network.names)
-        leaves = tuple(sorted(slot for slot in read if slot < num_leaves))
-        kept = (*leaves, *(slot for slot in saved if slot >= num_leaves))
+            gradients[leaf] = self._gradient(leaf, message)
+        read = tuple(sorted(self.slots[message.name] for message in steps.saved))
+        again = self._made_again(read, made, recompute)
+        saved = [slot for slot in read if slot not in {op.out for op in again}]
+        kept = self._kept(saved, again, made)
+        wanted = {g.slot for g in gradients if g is not None}
+        forward = _with_frees(made, keep={*kept, result.slot})
+        backward = _with_frees([*again, *products[num_forward:]], keep=wanted)
         return Program(
+            names=tuple(self.names),
             forward=forward,
             result=result,
             bias_fits=self._bias_fits(),
             backward=backward,
             gradients=tuple(gradients),
             kept=kept,
-            recompute=recompute,
+            recompute=_needed_for({s for s in kept if s >= num_leaves}, made),
             num_leaves=num_leaves,
-            num_slots=len(self.slots),
             peak_bytes=self._peak(forward, backward, kept),
-            saved_bytes=sum(self._bytes(self._message(slot)) for slot in kept),
+            saved_bytes=sum(self._bytes(slot) for slot in kept),
             copied_bytes=self.layout.copied * self.itemsize,
+            recomputed=len(again),
+            seconds=self._seconds() + self._seconds_of(again),
         )
 
-    def _product(self, step: Step, swap: bool, contracted: Order) -> Product:
+    # ---- what is kept, and what is made again ----
+
+    def _made_again(
+        self, read: Sequence[int], made: Sequence[Op], recompute: Recompute
+    ) -> tuple[Op, ...]:
+        """Return what makes the weight-only messages that backward reads, if it is to."""
+        weight_only = {
+            slot
+            for slot in read
+            if slot > len(self.network.names) and TOKENS not in self._order(slot)
+        }
+        has_tokens = any(TOKENS in indices for indices in self.network.indices)
+        if recompute == "none" or not weight_only or not has_tokens:
+            return ()
+        again = _needed_for(weight_only, made)
+        if recompute == "cheap" and self._seconds_of(again) > CHEAP * self._seconds():
+            return ()
+        return again
+
+    def _kept(
+        self, saved: Sequence[int], again: Sequence[Op], made: Sequence[Op]
+    ) -> tuple[int, ...]:
+        """Return leaves, then messages; the leaves are also those that messages are made of."""
+        num_leaves = len(self.network.names)
+        needed = (*again, *_needed_for(set(saved), made))
+        read = {*saved, *(slot for op in needed for slot in op.reads)}
+        leaves = sorted(slot for slot in read if slot < num_leaves)
+        return (*leaves, *(slot for slot in saved if slot >= num_leaves))
+
+    def _seconds(self) -> float:
+        return self.layout.seconds + self._seconds_of(self.pads)
+
+    def _seconds_of(self, ops: Sequence[Op]) -> float:
+        by_slot = {
+            self.slots[step.out.name]: arrangement.seconds
+            for step, arrangement in zip(
+                (*self.steps.forward, *self.steps.backward), self.layout.arrangements, strict=True
+            )
+        }
+        return sum(
+            self.costs.copy_seconds(self._bytes_of(self._order(op.out)))
+            if isinstance(op, Pad)
+            else by_slot[op.out]
+            for op in ops
+        )
+
+    # ---- products ----
+
+    def _product(self, step: Step, arrangement: Arrangement) -> Product:
+        swap = arrangement.swapped
         first, second = (step.right, step.left) if swap else (step.left, step.right)
+        contracted = arrangement.contracted
         shared = frozenset(contracted)
-        keep_first, keep_second = (
-            _drop(self.layout.orders[m.name], shared) for m in (first, second)
-        )
-        return Product(
-            self.slots[step.out.name],
-            self._matrix(first, keep_first, contracted),
-            self._matrix(second, contracted, keep_second),
-        )
+        rows, columns = (drop(self.layout.orders[m.name], shared) for m in (first, second))
+        out = self.slots[step.out.name]
+        if arrangement.kind == "mm":
+            left = self._matrix(first, rows, contracted)
+            return Product(out, left, self._matrix(second, contracted, columns))
+        stored = self.layout.orders[first.name]
+        groups = stored[: stored.index(contracted)], contracted
+        rest = stored[len(groups[0]) + len(contracted) :]
+        shape = tuple(self._size(group) for group in (*groups, rest))
+        many = Read(self.slots[first.name], shape, None, shape, transposed=not arrangement.flipped)
+        order = (columns, contracted) if arrangement.flipped else (contracted, columns)
+        one = replace(self._matrix(second, *order), repeated=shape[0])
+        pair = (one, many) if arrangement.flipped else (many, one)
+        return Product(out, *pair, batched=True)
 
     def _matrix(self, message: Message, rows: Order, columns: Order) -> Read:
         """Read ``message`` as the matrix (rows, columns)."""
@@ -259,6 +316,13 @@ class _Assembler:
         axes = tuple(stored.index(i) for i in order)
         return Read(slot, tuple(self._size(i) for i in stored), axes, shape)
 
+    def _gradient(self, leaf: int, message: Message) -> Read:
+        read = self._final(message, self.network.indices[leaf])
+        if self.slots[self.network.names[leaf]] == leaf:
+            return read
+        raw = tuple(self.raw_size_of[i] for i in self.network.indices[leaf])
+        return replace(read, narrowed=raw)
+
     def _size(self, indices: Order) -> int:
         """Product of the sizes, negative where the number of tokens is a factor."""
         factor = prod(self.size_of[i] for i in indices if i != TOKENS)
@@ -269,70 +333,69 @@ class _Assembler:
         if not self.steps.forward:
             return False
         number = len(self.steps.forward) - 1
-        step, swap = self.steps.forward[number], self.layout.swapped[number]
-        first = step.right if swap else step.left
-        kept = _drop(self.layout.orders[first.name], frozenset(self.layout.contracted[number]))
+        step, arrangement = self.steps.forward[number], self.layout.arrangements[number]
+        first = step.right if arrangement.swapped else step.left
+        rows = drop(self.layout.orders[first.name], frozenset(arrangement.contracted))
         stored = self.layout.orders[step.out.name]
-        return kept == TOKENS and stored == self.network.target_indices
+        in_order = stored == self.network.target_indices
+        return arrangement.kind == "mm" and in_order and rows in (TOKENS, "")
 
     # ---- bytes ----
 
-    def _message(self, slot: int) -> str:
-        return next(name for name, number in self.slots.items() if number == slot)
-
-    def _bytes(self, name: str) -> int:
-        """Bytes of a tensor; the cores are parameters, which are there anyway."""
-        if name in self.network.names and TOKENS not in self.layout.orders[name]:
-            return 0
-        return self.itemsize * prod(self.size_of[i] for i in self.layout.orders[name])
-
-    def _peak(
-        self, forward: Sequence[Product], backward: Sequence[Product], saved: Sequence[int]
-    ) -> int:
-        bytes_of = {slot: self._bytes(name) for name, slot in self.slots.items()}
+    def _order(self, slot: int) -> Order:
+        """Return the storage order of what a slot holds."""
         num_leaves = len(self.network.names)
+        if slot < num_leaves:
+            return self.network.indices[slot]
+        for pad in self.pads:
+            if pad.out == slot:
+                return self.network.indices[pad.source]
+        return self.layout.orders[self.names[slot]]
+
+    def _bytes_of(self, order: Order) -> int:
+        return self.itemsize * prod(self.size_of[i] for i in order)
+
+    def _bytes(self, slot: int) -> int:
+        """Bytes of a tensor; the cores are parameters, which are there anyway."""
+        order = self._order(slot)
+        is_core = slot < len(self.network.names) and TOKENS not in order
+        # An input of one token has no index for it, and is no parameter either.
+        if is_core and self.network.names[slot] != "x":
+            return 0
+        return self._bytes_of(order)
+
+    def _peak(self, forward: Sequence[Op], backward: Sequence[Op], kept: Sequence[int]) -> int:
+        num_leaves = len(self.network.names)
+        bytes_of = [self._bytes(slot) for slot in range(len(self.names))]
         peak = 0
         # What is given and what autograd holds stays alive to the end of its phase.
-        for phase, held in ((forward, set(range(num_leaves))), (backward, {*saved, num_leaves})):
+        for phase, held in ((forward, set(range(num_leaves))), (backward, {*kept, num_leaves})):
             alive = set(held)
             peak = max(peak, sum(bytes_of[slot] for slot in alive))
-            for product in phase:
-                alive.add(product.out)
-                copies = sum(
-                    bytes_of[read.slot]
-                    for read in (product.left, product.right)
-                    if read.axes is not None
-                )
+            for op in phase:
+                alive.add(op.out)
+                copies = sum(bytes_of[slot] for slot in op.copied_slots)
                 peak = max(peak, copies + sum(bytes_of[slot] for slot in alive))
-                alive -= set(product.free) - held
+                alive -= set(op.free) - held
         return peak
 
 
-def _needed_for(slots: set[int], products: Sequence[Product]) -> tuple[Product, ...]:
-    """The products, in order, that make ``slots`` and all that these are made of."""
-    needed: list[Product] = []
-    for product in reversed(products):
-        if product.out in slots:
-            needed.append(product)
-            slots |= {product.left.slot, product.right.slot}
+def _needed_for(slots: Iterable[int], ops: Sequence[Op]) -> tuple[Op, ...]:
+    """The operations, in order, that make ``slots`` and all that these are made of."""
+    wanted, needed = set(slots), []
+    for op in reversed(ops):
+        if op.out in wanted:
+            needed.append(op)
+            wanted.update(op.reads)
     return tuple(reversed(needed))
 
 
-def _with_frees(products: Sequence[Product], keep: set[int]) -> tuple[Product, ...]:
-    """Note on each product which tensors nothing after it reads."""
-    freed: list[Product] = []
+def _with_frees(ops: Sequence[Op], keep: set[int]) -> tuple[Op, ...]:
+    """Note on each operation which tensors nothing after it reads."""
+    freed: list[Op] = []
     read_later = set(keep)
-    for product in reversed(products):
-        reads = {product.left.slot, product.right.slot}
-        free = tuple(sorted(reads - read_later))
+    for op in reversed(ops):
+        reads = set(op.reads)
+        freed.append(replace(op, free=tuple(sorted(reads - read_later))))
         read_later |= reads
-        freed.append(Product(product.out, product.left, product.right, free))
     return tuple(reversed(freed))
-
-
-@lru_cache(maxsize=4096)
-def cached_program(
-    network: Network, path: SsaPath, wanted: tuple[bool, ...], itemsize: int
-) -> Program:
-    """``make_program``, once for equal arguments."""
-    return make_program(network, path, wanted, itemsize)

@@ -22,15 +22,18 @@ without them the optimum is missed where ranks or modes are 1. The search grows 
 MAX_LEAVES_OPTIMAL = 11
 """Above this the exhaustive search gives way to seeded random-greedy ones."""
 NUM_GREEDY_RESTARTS = 128
+SUBTREE_SIZE = 8
+"""Tensors of a subtree that is made optimal by itself."""
 
 
 @lru_cache(maxsize=4096)
-def find_path(network: Network, minimize: str = "flops") -> SsaPath:
+def find_path(network: Network, minimize: str = "flops", *, outer: bool = True) -> SsaPath:
     """Return the tree of ``network`` that minimises cotengra's ``minimize``.
 
     Args:
         network: The network; indices of size 1 are dropped before the search.
         minimize: A cotengra objective: "flops", "size", "write" or "combo".
+        outer: Whether outer products are searched as well, in networks small enough.
 
     Source:
         Gray and Kourtis, "Hyper-optimized tensor network contraction", Quantum 2021; the
@@ -42,7 +45,7 @@ def find_path(network: Network, minimize: str = "flops") -> SsaPath:
     # Scalars are outside cotengra's search, which would multiply them in last of all.
     connected = [leaf for leaf, indices in enumerate(leaves) if indices]
     scalars = [leaf for leaf, indices in enumerate(leaves) if not indices]
-    tree = _search([leaves[leaf] for leaf in connected], output, size_of, minimize)
+    tree = _search([leaves[leaf] for leaf in connected], output, size_of, minimize, outer)
     numbered = _renumber(tree, [*connected, *scalars])
     for scalar in scalars[1:] if not connected else scalars:
         numbered = _join_smallest(numbered, scalar, leaves, size_of)
@@ -85,13 +88,17 @@ def _search(
     output: frozenset[str],
     size_of: dict[str, int],
     minimize: str,
+    outer: bool,
 ) -> Tree:
     """Return cotengra's tree over leaves ``0 .. n - 1``."""
     if len(leaves) <= 1:
         return 0
     # Sorted, since the order in which a set is walked differs from run to run.
     inputs = [tuple(sorted(indices)) for indices in leaves]
-    path = _optimizer(len(inputs), minimize).ssa_path(inputs, tuple(sorted(output)), size_of)
+    if len(inputs) <= MAX_LEAVES_OPTIMAL:
+        path = _optimal(inputs, tuple(sorted(output)), size_of, minimize, outer)
+    else:
+        path = _greedy(inputs, tuple(sorted(output)), size_of, minimize)
     tensors: list[Tree] = list(range(len(inputs)))
     for group in path:
         first, *rest = (tensors[member] for member in group)
@@ -101,13 +108,30 @@ def _search(
     return tensors[-1]
 
 
-def _optimizer(num_leaves: int, minimize: str) -> Any:
+Indices = tuple[str, ...]
+
+
+def _optimal(
+    inputs: list[Indices], output: Indices, size_of: dict[str, int], minimize: str, outer: bool
+) -> Any:
     import cotengra
 
-    if num_leaves <= MAX_LEAVES_OPTIMAL:
-        search_outer = num_leaves <= MAX_LEAVES_OUTER
-        return cotengra.OptimalOptimizer(minimize=minimize, search_outer=search_outer)
-    return cotengra.RandomGreedyOptimizer(max_repeats=NUM_GREEDY_RESTARTS, seed=0, parallel=False)
+    search_outer = outer and len(inputs) <= MAX_LEAVES_OUTER
+    optimizer = cotengra.OptimalOptimizer(minimize=minimize, search_outer=search_outer)
+    return optimizer.ssa_path(inputs, output, size_of)
+
+
+def _greedy(inputs: list[Indices], output: Indices, size_of: dict[str, int], minimize: str) -> Any:
+    """Search at random from a fixed seed, then make the best tree's subtrees optimal."""
+    import cotengra
+
+    optimizer = cotengra.RandomGreedyOptimizer(
+        max_repeats=NUM_GREEDY_RESTARTS, seed=0, parallel=False
+    )
+    path = optimizer.ssa_path(inputs, output, size_of)
+    tree = cotengra.ContractionTree.from_path(inputs, output, size_of, ssa_path=path)
+    tree.subtree_reconfigure_(subtree_size=SUBTREE_SIZE, minimize=minimize)
+    return tree.get_ssa_path()
 
 
 def _renumber(tree: Tree, numbers: Sequence[int]) -> Tree:
