@@ -1,16 +1,26 @@
-"""Command line of the package: ``comera-fx demo``.
+"""Command line of the package: ``comera-fx demo`` and ``comera-fx plan``.
 
 What a command needs is imported inside it, so that help and usage errors come at once.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from comera_fx.config import Layout, Objective, OptimizeConfig, PlanConfig
 from comera_fx.demo.config import DemoConfig
+from comera_fx.errors import ComeraError, ConfigError
+
+if TYPE_CHECKING:
+    from comera_fx.plan.plan import Plan
+    from comera_fx.spec import TTSpec
 
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich")
 
@@ -64,10 +74,8 @@ def demo(
     Takes a few minutes on two cores. Ctrl-C leaves a checkpoint that [bold]--resume[/] continues.
     """
     from rich.console import Console
-    from rich.markup import escape
 
     from comera_fx.demo.run import run_demo
-    from comera_fx.errors import ComeraError
 
     given: dict[str, Any] = {
         "steps": steps,
@@ -77,14 +85,137 @@ def demo(
         "seed": seed,
     }
     settings = {name: value for name, value in given.items() if value is not None}
-    try:
+    with _errors_shown():
         status = run_demo(settings, out, resume=resume, console=Console())
+    if status:
+        raise typer.Exit(status)
+
+
+@app.command()
+def plan(
+    in_size: Annotated[int, typer.Option("--in", help="In features of the layer.")],
+    out_size: Annotated[int, typer.Option("--out", help="Out features of the layer.")],
+    rank: Annotated[int, typer.Option(help="Largest rank.")] = OptimizeConfig.max_rank,
+    tokens: Annotated[int, typer.Option(help="Rows of input.")] = OptimizeConfig.num_tokens_hint,
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            help="In modes and out modes, such as 12x8x8:12x16x16.", show_default="chosen by size"
+        ),
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="tt: a core for each mode; ttm: one for each pair of modes.")
+    ] = "tt",
+    objective: Annotated[
+        str, typer.Option(help="What the plan is best at: time, flops or memory.")
+    ] = "time",
+    svg: Annotated[
+        Path | None, typer.Option(help="File to draw the plan into.", show_default=False)
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Set the plan beside other ways to run the layer.")
+    ] = False,
+) -> None:
+    """Show how a linear layer in tensor-train form is contracted, forward and backward."""
+    from rich.console import Console
+
+    from comera_fx.plan.compare import compare_plans, comparison_table
+    from comera_fx.plan.linear import plan_linear
+
+    with _errors_shown():
+        _check_counts({"--in": in_size, "--out": out_size, "--rank": rank, "--tokens": tokens})
+        spec = _make_spec((in_size, out_size), rank, modes, layout)
+        goal = PlanConfig(objective=cast("Objective", objective)).objective
+        found = plan_linear(spec, tokens, goal)
+        ways = compare_plans(spec, tokens) if compare else []
+        if svg is not None:
+            _write_picture(found, svg)
+    typer.echo(str(found))
+    if ways:
+        Console().print(comparison_table(ways), highlight=False)
+    if svg is not None:
+        typer.echo(f"Picture: {svg}")
+
+
+@contextmanager
+def _errors_shown() -> Iterator[None]:
+    """Print what a user can mend without a traceback; the exit status is then 2."""
+    try:
+        yield
     except ComeraError as error:
+        from rich.console import Console
+        from rich.markup import escape
+
         text = f"[red]Error:[/] {escape(str(error))}"
         Console(stderr=True).print(text, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
-    if status:
-        raise typer.Exit(status)
+
+
+def _check_counts(counts: dict[str, int]) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(
+                f"{name} is not positive",
+                got=value,
+                expected="an int of at least 1",
+                mend=f"write {name} 32",
+            )
+
+
+def _make_spec(sizes: tuple[int, int], rank: int, modes: str | None, layout: str) -> TTSpec:
+    """Return the shape asked for, its ranks cut to what they can use.
+
+    Raises:
+        ConfigError: If the layout is unknown, or the modes cannot be read or are too small.
+        SpecError: If the modes do not fit the layout.
+    """
+    from comera_fx.shapes import choose_modes
+    from comera_fx.spec import TTSpec
+
+    if layout not in ("tt", "ttm"):
+        raise ConfigError(
+            "--layout is unknown", got=layout, expected="tt or ttm", mend="write --layout tt"
+        )
+    known = cast("Layout", layout)
+    if modes is None:
+        choice = choose_modes(*sizes, layout=known, max_rank=rank)
+        sides = choice.in_modes, choice.out_modes
+    else:
+        sides = _read_modes(modes, sizes)
+    num_cores = sum(map(len, sides)) if layout == "tt" else len(sides[0])
+    return TTSpec(known, *sides, (1, *[rank] * (num_cores - 1), 1)).clipped()
+
+
+def _read_modes(text: str, sizes: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*:[1-9]\d*(x[1-9]\d*)*", text, re.ASCII):
+        raise ConfigError(
+            "--modes cannot be read",
+            got=text,
+            expected="in modes, a colon, out modes; positive ints with x between them",
+            mend="write --modes 12x8x8:12x16x16",
+        )
+    ins, outs = (tuple(map(int, side.split("x"))) for side in text.split(":"))
+    held = prod(ins), prod(outs)
+    if held[0] < sizes[0] or held[1] < sizes[1]:
+        raise ConfigError(
+            "--modes are too small for the layer",
+            got=f"{text}, which holds {held[0]} -> {held[1]}",
+            expected=f"products of at least {sizes[0]} and {sizes[1]}; what is beyond is padding",
+            mend="give larger modes, or none to have them chosen",
+        )
+    return ins, outs
+
+
+def _write_picture(plan: Plan, path: Path) -> None:
+    try:
+        plan.to_svg(path)
+    except OSError as error:
+        raise ConfigError(
+            "the picture cannot be written",
+            got=f"{path}: {error.strerror}",
+            expected="a file in a folder that is there",
+            mend="name another with --svg",
+        ) from error
 
 
 def main() -> None:

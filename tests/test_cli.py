@@ -1,11 +1,16 @@
 import subprocess
 import sys
+from xml.etree import ElementTree
 
+import pytest
 from typer.testing import CliRunner
 
 from comera_fx import cli
 from comera_fx.demo import run
 from comera_fx.demo.config import DemoConfig
+from comera_fx.plan import plan_linear
+from comera_fx.plan.draw import plan_svg
+from comera_fx.spec import TTSpec
 
 TINY = {
     "steps": 12,
@@ -32,7 +37,8 @@ def test_a_bare_command_shows_help():
     result = invoke()
     assert result.exit_code == 0
     assert "Usage" in result.output
-    assert "demo" in result.output
+    for command in ("demo", "plan"):
+        assert command in result.output
 
 
 def test_help_names_every_option_and_its_default():
@@ -47,7 +53,8 @@ def test_help_names_every_option_and_its_default():
 def test_help_loads_nothing_of_a_run():
     code = (
         "import sys, comera_fx.cli; "
-        "print([m for m in sys.modules if m.startswith(('comera_fx.demo.train', 'matplotlib'))])"
+        "print([m for m in sys.modules if m.startswith("
+        "('comera_fx.demo.train', 'comera_fx.plan.compare', 'cotengra', 'matplotlib'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -73,3 +80,115 @@ def test_a_wrong_setting_is_an_error_without_a_traceback(tmp_path):
 def test_the_status_of_a_stopped_run_is_passed_on(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "run_demo", lambda *args, **kwargs: 130)
     assert invoke("demo", "--out", tmp_path).exit_code == 130
+
+
+LAYER = ("plan", "--in", 768, "--out", 3072)
+SPEC = TTSpec("tt", (12, 8, 8), (12, 16, 16), (1, 12, 30, 30, 30, 16, 1))
+MODES = ("--modes", "12x8x8:12x16x16")
+
+
+def test_the_plan_of_a_layer_is_printed():
+    result = invoke(*LAYER, "--rank", 30, "--tokens", 512, *MODES)
+    assert result.exit_code == 0, result.output
+    assert result.output == f"{plan_linear(SPEC, 512, 'time')}\n"
+
+
+def test_modes_and_settings_have_defaults():
+    result = invoke("plan", "--in", 256, "--out", 256)
+    assert result.exit_code == 0, result.output
+    spec = TTSpec("tt", (8, 8, 4), (4, 8, 8), (1, 8, 32, 32, 32, 8, 1))
+    assert result.output == f"{plan_linear(spec, 4096, 'time')}\n"
+
+
+@pytest.mark.parametrize("objective", ["time", "flops", "memory"])
+def test_objective_and_layout_are_taken(objective):
+    given = ("--layout", "ttm", "--rank", 5, "--tokens", 64, "--objective", objective)
+    result = invoke(*LAYER, *given, *MODES)
+    assert result.exit_code == 0, result.output
+    spec = TTSpec("ttm", (12, 8, 8), (12, 16, 16), (1, 5, 5, 1))
+    assert result.output == f"{plan_linear(spec, 64, objective)}\n"
+
+
+def test_compare_adds_the_other_ways_to_run_the_layer():
+    result = invoke(*LAYER, "--rank", 30, *MODES, "--compare")
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    for start in ("best plan 95", "fixed path 95", "low rank 30 944M", "dense 19.3G 38.7G 100.0%"):
+        assert any(line.startswith(start) for line in lines), start
+    assert "VJP per core y and each gradient by its own best contraction, nothing shared" in lines
+
+
+def test_svg_draws_the_plan(tmp_path):
+    file = tmp_path / "plan.svg"
+    result = invoke(*LAYER, "--rank", 30, "--tokens", 512, *MODES, "--svg", file)
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith(f"\nPicture: {file}\n")
+    drawn = file.read_text(encoding="utf-8")
+    assert drawn == plan_svg(plan_linear(SPEC, 512, "time"))
+    assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem", "got", "mend"),
+    [
+        (("--rank", 0), "--rank is not positive", "0", "write --rank 32"),
+        (("--tokens", -1), "--tokens is not positive", "-1", "write --tokens 32"),
+        (("--in", 0), "--in is not positive", "0", "write --in 32"),
+        (("--layout", "cp"), "--layout is unknown", "cp", "write --layout tt"),
+        (
+            ("--objective", "speed"),
+            "PlanConfig.objective is out of range",
+            "'speed'",
+            "use the default, 'time'",
+        ),
+        (
+            ("--modes", "12x8x:3072"),
+            "--modes cannot be read",
+            "12x8x:3072",
+            "write --modes 12x8x8:12x16x16",
+        ),
+        (
+            ("--modes", "0x768:3072"),
+            "--modes cannot be read",
+            "0x768:3072",
+            "write --modes 12x8x8:12x16x16",
+        ),
+        (
+            ("--modes", "12x8:12x16x16"),
+            "--modes are too small for the layer",
+            "12x8:12x16x16, which holds 96 -> 3072",
+            "give larger modes, or none to have them chosen",
+        ),
+        (
+            ("--layout", "ttm", "--modes", "96x8:12x16x16"),
+            "TTSpec.out_modes is malformed",
+            "'2 in_modes, 3 out_modes'",
+            "fill the shorter side up with modes of 1",
+        ),
+    ],
+)
+def test_bad_input_is_an_error_of_four_lines_and_writes_nothing(
+    tmp_path, given, problem, got, mend
+):
+    file = tmp_path / "plan.svg"
+    result = invoke(*LAYER, "--svg", file, *given)
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    assert lines[:2] == [f"Error: {problem}", f"  got:      {got}"]
+    assert lines[2].startswith("  expected: ")
+    assert lines[3:] == [f"  mend:     {mend}"]
+    assert result.stdout == ""
+    assert not file.exists()
+
+
+def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
+    file = tmp_path / "missing" / "plan.svg"
+    result = invoke(*LAYER, "--svg", file)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "Error: the picture cannot be written",
+        f"  got:      {file}: No such file or directory",
+        "  expected: a file in a folder that is there",
+        "  mend:     name another with --svg",
+    ]
+    assert result.stdout == ""
