@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from comera_fx.plan.plan import Plan
     from comera_fx.spec import TTSpec
 
+MAX_MODES = 12
+
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich")
 
 
@@ -195,6 +197,13 @@ def _read_modes(text: str, sizes: tuple[int, int]) -> tuple[tuple[int, ...], tup
             mend="write --modes 12x8x8:12x16x16",
         )
     ins, outs = (tuple(map(int, side.split("x"))) for side in text.split(":"))
+    if max(len(ins), len(outs)) > MAX_MODES:
+        raise ConfigError(
+            "--modes are too many",
+            got=f"{len(ins)} in modes and {len(outs)} out modes",
+            expected=f"at most {MAX_MODES} a side: a plan names its indices by single letters",
+            mend="join modes: 2x2x2 to 8",
+        )
     held = prod(ins), prod(outs)
     if held[0] < sizes[0] or held[1] < sizes[1]:
         raise ConfigError(

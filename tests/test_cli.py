@@ -160,6 +160,12 @@ def test_svg_draws_the_plan(tmp_path):
             "give larger modes, or none to have them chosen",
         ),
         (
+            ("--modes", f"768{'x1' * 12}:3072"),
+            "--modes are too many",
+            "13 in modes and 1 out modes",
+            "join modes: 2x2x2 to 8",
+        ),
+        (
             ("--layout", "ttm", "--modes", "96x8:12x16x16"),
             "TTSpec.out_modes is malformed",
             "'2 in_modes, 3 out_modes'",
@@ -179,6 +185,17 @@ def test_bad_input_is_an_error_of_four_lines_and_writes_nothing(
     assert lines[3:] == [f"  mend:     {mend}"]
     assert result.stdout == ""
     assert not file.exists()
+
+
+@pytest.mark.parametrize("layout", ["tt", "ttm"])
+def test_as_many_modes_as_are_allowed_make_a_plan(layout):
+    side = "x".join(["2"] * cli.MAX_MODES)
+    modes = f"{side}:{side}"
+    size = 2**cli.MAX_MODES
+    given = ("--rank", 2, "--tokens", 8, "--layout", layout, "--modes", modes, "--objective")
+    result = invoke("plan", "--in", size, "--out", size, *given, "flops")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"Plan of a {layout} layer {side} -> {side}, ranks 1x2x2x")
 
 
 def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
