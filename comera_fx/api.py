@@ -16,6 +16,7 @@ from comera_fx.config import OptimizeConfig
 from comera_fx.errors import ConfigError, WeightError
 from comera_fx.modules import TTEmbedding, TTLinear, TTModule
 from comera_fx.passes.embedding_to_ttm import EmbeddingToTTM
+from comera_fx.passes.fuse_reconstruction import FuseReconstruction
 from comera_fx.passes.linear_to_tt import LinearToTT
 from comera_fx.passes.pipeline import Pass, run_pipeline
 from comera_fx.passes.tt_module_to_op import TTModuleToOp
@@ -117,6 +118,8 @@ def explain(model: nn.Module) -> Report:
 def graph(model: nn.Module, example_inputs: object = None) -> fx.GraphModule:
     """Return the FX graph of a model, each TT layer being a single operator node.
 
+    So is each layer on a weight that the model makes from cores, by ``tt_dense``.
+
     Args:
         model: An optimised model, or any other.
         example_inputs: As for ``optimize``; with it the graph comes from ``torch.export``.
@@ -131,7 +134,8 @@ def graph(model: nn.Module, example_inputs: object = None) -> fx.GraphModule:
     """
     _check_model(model, "graph")
     captured = capture(model, example_inputs)
-    gm = run_pipeline(captured.gm, [TTModuleToOp()], watchers=active_watchers())
+    passes: list[Pass] = [TTModuleToOp(), FuseReconstruction()]
+    gm = run_pipeline(captured.gm, passes, watchers=active_watchers())
     gm.meta.update(capture=captured.kind, notes=list(captured.notes))
     return gm
 
