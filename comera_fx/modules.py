@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from comera_fx import ops
 from comera_fx.config import PlanConfig
 from comera_fx.spec import TTSpec
 from comera_fx.tt_module import TTModule, replace_data, tt_modules
@@ -132,7 +133,8 @@ class TTLinear(TTModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + bias``."""
-        result: Tensor = torch.ops.comera_fx.tt_linear.default(
+        run = ops.tt_linear if ops.is_unobserved(input) else torch.ops.comera_fx.tt_linear.default
+        result: Tensor = run(
             input,
             self.effective_cores(),
             self.bias,

@@ -17,6 +17,7 @@ from torch import Tensor
 from comera_fx import lower
 from comera_fx.config import Layout, Objective
 from comera_fx.errors import InputError
+from comera_fx.lower.execute import needs_plain_operators
 from comera_fx.spec import TTSpec
 
 _library: Any = torch.library.Library("comera_fx", "DEF")  # type: ignore[no-untyped-call]
@@ -61,6 +62,19 @@ def _spec(layout: str, num_in_modes: int, cores: list[Tensor]) -> TTSpec:
         # A tracer may hold sizes as symbols; modes and ranks are never dynamic.
         shapes = tuple(tuple(int(size) for size in shape) for shape in shapes)
     return spec_of(layout, num_in_modes, shapes)
+
+
+def is_unobserved(x: Tensor) -> bool:
+    """Whether nothing looks at single operators, so that a body may be called without its node.
+
+    A call by way of the dispatcher costs about 20 microseconds.
+    """
+    return not (
+        torch.compiler.is_compiling()  # first: dynamo goes no further
+        or needs_plain_operators(x)
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+    )
 
 
 def _is_dead(spec: TTSpec) -> bool:

@@ -43,9 +43,9 @@ def contract(
         any(leaf.requires_grad for leaf in leaves) or (bias is not None and bias.requires_grad)
     )
     if tracked and not needs_plain_operators(leaves[0]):
-        result: Tensor = _Contraction.apply(program, code, num_tokens, shape, bias, *leaves)  # type: ignore[no-untyped-call]
+        result: Tensor = _Contraction.apply((program, code, num_tokens, shape), bias, *leaves)  # type: ignore[no-untyped-call]
         return result
-    return _forward(program, code, num_tokens, leaves, shape, bias)[0]
+    return _forward(code, num_tokens, leaves, shape, bias)[0]
 
 
 def needs_plain_operators(tensor: Tensor) -> bool:
@@ -59,21 +59,13 @@ def needs_plain_operators(tensor: Tensor) -> bool:
 
 
 def _forward(
-    program: Program,
-    code: Compiled,
-    num_tokens: int,
-    leaves: Sequence[Tensor],
-    shape: Shape,
-    bias: Tensor | None,
+    code: Compiled, num_tokens: int, leaves: Sequence[Tensor], shape: Shape, bias: Tensor | None
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Return the result and the messages that backward reads."""
     if bias is not None and code.forward_bias is not None:
-        result, *messages = code.forward_bias(num_tokens, bias, *leaves)
-        return result.view(shape), messages
-    result, *messages = code.forward(num_tokens, *leaves)
-    result = result.reshape(shape).contiguous()
-    if not program.forward:
-        result = result.clone()  # else the result would be the leaf itself
+        result, *messages = code.forward_bias(num_tokens, shape, bias, *leaves)
+        return result, messages
+    result, *messages = code.forward(num_tokens, shape, *leaves)
     return (result if bias is None else result + bias), messages
 
 
@@ -81,26 +73,22 @@ class _Contraction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        program: Program,
-        code: Compiled,
-        num_tokens: int,
-        shape: Shape,
+        run: tuple[Program, Compiled, int, Shape],
         bias: Tensor | None,
         *leaves: Tensor,
     ) -> Tensor:
-        result, messages = _forward(program, code, num_tokens, leaves, shape, bias)
-        num_leaves = program.num_leaves
-        kept_leaves = [leaves[slot] for slot in program.kept if slot < num_leaves]
+        program, code, num_tokens, shape = run
+        result, messages = _forward(code, num_tokens, leaves, shape, bias)
+        kept_leaves = [leaves[slot] for slot in program.kept if slot < program.num_leaves]
         ctx.save_for_backward(*kept_leaves, *messages)
-        ctx.run = code, num_tokens, len(kept_leaves)
+        ctx.run = code, num_tokens, len(kept_leaves), [leaf.shape for leaf in leaves]
         ctx.bias_size = None if bias is None else bias.shape[0]
-        ctx.leaf_shapes = [leaf.shape for leaf in leaves]
         # A view made in here could not be changed in place afterwards, as a layer's output may.
         return torch.ops.aten._unsafe_view(result, shape) if result._is_view() else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        code, num_tokens, num_leaves = ctx.run
+        code, num_tokens, num_leaves, shapes = ctx.run
         kept = ctx.saved_tensors
         if torch.is_grad_enabled():
             # A graph of the backward pass is wanted: saved messages have no history, so they
@@ -108,17 +96,6 @@ class _Contraction(torch.autograd.Function):
             leaves = kept[:num_leaves]
             kept = (*leaves, *code.recompute(num_tokens, *leaves))
         grad_bias = None
-        if ctx.bias_size is not None and ctx.needs_input_grad[4]:
+        if ctx.bias_size is not None and ctx.needs_input_grad[1]:
             grad_bias = grad.reshape(-1, ctx.bias_size).sum(0)
-        gradients = code.backward(num_tokens, grad, *kept)
-        return (
-            None,
-            None,
-            None,
-            None,
-            grad_bias,
-            *(
-                None if gradient is None else gradient.reshape(size)
-                for gradient, size in zip(gradients, ctx.leaf_shapes, strict=True)
-            ),
-        )
+        return None, grad_bias, *code.backward(num_tokens, shapes, grad, *kept)

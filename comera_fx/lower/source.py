@@ -6,23 +6,24 @@ a few microseconds each; and it can be read: ``print(source(program))``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from comera_fx.plan.program import Op, Pad, Program, Read
+from comera_fx.plan.program import Op, Pad, Product, Program, Read
 
 
 class Compiled(NamedTuple):
     """The functions of a program; ``t`` is the number of tokens.
 
     Args:
-        forward: ``(t, *leaves) -> (result, *kept messages)``.
-        forward_bias: ``(t, bias, *leaves)``, the bias added by the last product; ``None`` where
-            that cannot be.
-        backward: ``(t, target, *kept) -> gradients``, ``None`` where not wanted.
+        forward: ``(t, shape, *leaves) -> (result, *kept messages)``, the result in ``shape``.
+        forward_bias: ``(t, shape, bias, *leaves)``, the bias added by the last product; ``None``
+            where that cannot be.
+        backward: ``(t, shapes, target, *kept) -> gradients``, in the shapes of the leaves, ``None``
+            where not wanted.
         recompute: ``(t, *kept leaves) -> kept messages``.
     """
 
@@ -66,45 +67,41 @@ def source(program: Program, num_layers: int = 0) -> str:
 class _Writer:
     def __init__(self, program: Program, num_layers: int) -> None:
         self.program, self.num_layers = program, num_layers
-        assert not num_layers or not any(
-            getattr(op, "batched", False) for op in (*program.forward, *program.backward)
-        ), "a batch of contractions runs plain products only"
+        ops = (*program.forward, *program.backward)
+        assert not num_layers or not any(isinstance(op, Product) and op.batched for op in ops), (
+            "a batch of contractions runs plain products only"
+        )
+        self.made_in = {op.out: shape for op in ops if (shape := _shape_made(op)) is not None}
 
-    def lines(self) -> Iterable[str]:
+    def lines(self) -> Iterator[str]:
         program = self.program
-        leaves = range(program.num_leaves)
-        yield self._head("forward", "t", *map(self._name, leaves))
+        leaves = [self._name(slot) for slot in range(program.num_leaves)]
+        kept = [self._name(slot) for slot in program.kept]
+        kept_messages = [self._name(s) for s in program.kept if s >= program.num_leaves]
+        yield f"def forward({_listed('t', 'shape', *leaves)}):"
         yield from self._body(program.forward)
-        yield self._return(self._final(program.result), *self._kept_messages())
+        # Where a leaf is itself the result, this must not be it.
+        own = "" if program.forward else ".clone()"
+        yield _returned(f"{self._final(program.result, 'shape')}{own}", *kept_messages)
         if program.bias_fits and not self.num_layers:
-            yield self._head("forward_bias", "t", "bias", *map(self._name, leaves))
+            yield f"def forward_bias({_listed('t', 'shape', 'bias', *leaves)}):"
             yield from self._body(program.forward[:-1])
             last = program.forward[-1]
-            assert not isinstance(last, Pad), "pads come first"
+            assert isinstance(last, Product), "pads come first"
             yield f"    y = addmm(bias, {self._read(last.left)}, {self._read(last.right)})"
-            yield self._return("y", *self._kept_messages())
-        target = self._name(program.num_leaves)
-        yield self._head("backward", "t", target, *map(self._name, program.kept))
+            yield _returned("y.view(shape)", *kept_messages)
+        yield f"def backward({_listed('t', 'shapes', self._name(program.num_leaves), *kept)}):"
         yield from self._body(program.backward)
-        yield self._return(*(self._final(g) if g else "None" for g in program.gradients))
-        kept_leaves = [slot for slot in program.kept if slot < program.num_leaves]
-        yield self._head("recompute", "t", *map(self._name, kept_leaves))
+        gradients = enumerate(program.gradients)
+        yield _returned(*(self._final(g, f"shapes[{k}]") if g else "None" for k, g in gradients))
+        yield f"def recompute({_listed('t', *kept[: len(kept) - len(kept_messages)])}):"
         yield from self._body(program.recompute, free=False)
-        yield self._return(*self._kept_messages())
-
-    def _head(self, name: str, *arguments: str) -> str:
-        return f"def {name}({', '.join(arguments)}):"
-
-    def _return(self, *values: str) -> str:
-        return f"    return ({''.join(f'{value}, ' for value in values)})"
-
-    def _kept_messages(self) -> list[str]:
-        return [self._name(slot) for slot in self.program.kept if slot >= self.program.num_leaves]
+        yield _returned(*kept_messages)
 
     def _name(self, slot: int) -> str:
         return self.program.names[slot]
 
-    def _body(self, ops: Iterable[Op], *, free: bool = True) -> Iterable[str]:
+    def _body(self, ops: Iterable[Op], *, free: bool = True) -> Iterator[str]:
         for op in ops:
             yield f"    {self._name(op.out)} = {self._right_side(op)}"
             made = [self._name(slot) for slot in op.free if slot > self.program.num_leaves]
@@ -118,7 +115,7 @@ class _Writer:
                 for size, final in zip(reversed(op.shape), reversed(op.final), strict=True)
                 for number in (0, final - size)
             ]
-            return f"pad({self._name(op.source)}.reshape({self._shape(op.shape)}), {amounts})"
+            return f"pad({self._name(op.source)}.reshape({self._sizes(op.shape)}), {amounts})"
         batched = op.batched or self.num_layers
         return f"{'bmm' if batched else 'mm'}({self._read(op.left)}, {self._read(op.right)})"
 
@@ -132,26 +129,57 @@ class _Writer:
         return text
 
     def _view(self, read: Read) -> str:
-        # Messages are contiguous, so that reshape never copies; what is given may not be.
-        verb = "view" if read.slot > self.program.num_leaves else "reshape"
-        text = f"{self._name(read.slot)}.{verb}({self._shape(read.shape)})"
+        if self.made_in.get(read.slot) == read.shape:
+            text = self._name(read.slot)
+        else:
+            # Messages are contiguous, so that reshape never copies; what is given may not be.
+            verb = "view" if read.slot > self.program.num_leaves else "reshape"
+            text = f"{self._name(read.slot)}.{verb}({self._sizes(read.shape)})"
         if read.axes is None:
             return text
-        axes = [0, *(axis + 1 for axis in read.axes)] if self.num_layers else list(read.axes)
-        return f"{text}.permute({', '.join(map(str, axes))}).reshape({self._shape(read.final)})"
+        return f"{text}.{self._permuted(read.axes)}.reshape({self._sizes(read.final)})"
 
-    def _final(self, read: Read) -> str:
+    def _permuted(self, axes: tuple[int, ...]) -> str:
+        moved = [0, *(axis + 1 for axis in axes)] if self.num_layers else axes
+        return f"permute({', '.join(map(str, moved))})"
+
+    def _final(self, read: Read, shape: str) -> str:
+        """Write a result in the shape that ``shape`` names at run time."""
+        if read.narrowed is None:
+            name = self._name(read.slot)
+            if read.axes is None:
+                return f"{name}.reshape({shape})"
+            return f"{name}.view({self._sizes(read.shape)}).{self._permuted(read.axes)}.reshape({shape})"
         text = self._view(read)
         for axis, (size, left) in enumerate(
-            zip(read.final, read.narrowed or read.final, strict=True), start=bool(self.num_layers)
+            zip(read.final, read.narrowed, strict=True), start=bool(self.num_layers)
         ):
             if left != size:
                 text += f".narrow({axis}, 0, {left})"
-        return text
-
-    def _shape(self, shape: tuple[int, ...]) -> str:
-        return self._sizes((self.num_layers, *shape) if self.num_layers else shape)
+        return f"{text}.reshape({shape})"
 
     def _sizes(self, sizes: tuple[int, ...]) -> str:
         """Write a tuple, which may be empty: a tensor without indices is a number."""
+        if self.num_layers:
+            sizes = (self.num_layers, *sizes)
         return f"({''.join(f'{-s}*t, ' if s < 0 else f'{s}, ' for s in sizes)})"
+
+
+def _shape_made(op: Op) -> tuple[int, ...] | None:
+    """Return the shape in which an operation makes its result, where it is known to be plain."""
+    if isinstance(op, Pad):
+        return op.final
+    if op.batched:
+        return None
+    left, right = op.left, op.right
+    rows = left.final[1] if left.transposed else left.final[0]
+    columns = right.final[0] if right.transposed else right.final[1]
+    return rows, columns
+
+
+def _listed(*names: str) -> str:
+    return ", ".join(names)
+
+
+def _returned(*values: str) -> str:
+    return f"    return ({''.join(f'{value}, ' for value in values)})"
