@@ -78,7 +78,12 @@ class _Contraction(torch.autograd.Function):
         *leaves: Tensor,
     ) -> Tensor:
         program, code, num_tokens, shape = run
-        result, messages = _forward(code, num_tokens, leaves, shape, bias)
+        ctx.folded = bias is not None and code.forward_folded is not None
+        if ctx.folded:
+            assert code.forward_folded is not None
+            result, *messages = code.forward_folded(num_tokens, shape, bias, *leaves)
+        else:
+            result, messages = _forward(code, num_tokens, leaves, shape, bias)
         kept_leaves = [leaves[slot] for slot in program.kept if slot < program.num_leaves]
         ctx.save_for_backward(*kept_leaves, *messages)
         ctx.run = code, num_tokens, len(kept_leaves), [leaf.shape for leaf in leaves]
@@ -90,7 +95,10 @@ class _Contraction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         code, num_tokens, num_leaves, shapes = ctx.run
         kept = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        with_graph = torch.is_grad_enabled()
+        if ctx.folded and not with_graph:
+            return None, *code.backward_folded(num_tokens, shapes, grad, *kept)
+        if with_graph:
             # A graph of the backward pass is wanted: saved messages have no history, so they
             # are made again from the leaves, which have.
             leaves = kept[:num_leaves]

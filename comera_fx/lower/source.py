@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from comera_fx.plan.program import Op, Pad, Product, Program, Read
+from comera_fx.plan.program import Op, Pad, Product, Program, Read, Slice
 
 
 class Compiled(NamedTuple):
@@ -22,14 +22,18 @@ class Compiled(NamedTuple):
         forward: ``(t, shape, *leaves) -> (result, *kept messages)``, the result in ``shape``.
         forward_bias: ``(t, shape, bias, *leaves)``, the bias added by the last product; ``None``
             where that cannot be.
+        forward_folded: The same with the bias held in padding; ``None`` where that cannot be.
         backward: ``(t, shapes, target, *kept) -> gradients``, in the shapes of the leaves, ``None``
             where not wanted.
+        backward_folded: The same after ``forward_folded``, the bias' gradient first.
         recompute: ``(t, *kept leaves) -> kept messages``.
     """
 
     forward: Callable[..., Any]
     forward_bias: Callable[..., Any] | None
+    forward_folded: Callable[..., Any] | None
     backward: Callable[..., Any]
+    backward_folded: Callable[..., Any] | None
     recompute: Callable[..., Any]
 
 
@@ -47,9 +51,7 @@ def compiled(program: Program, num_layers: int = 0) -> Compiled:
     }  # fmt: skip
     text = source(program, num_layers)
     exec(compile(text, "<comera_fx program>", "exec"), space)
-    return Compiled(
-        space["forward"], space.get("forward_bias"), space["backward"], space["recompute"]
-    )
+    return Compiled(*(space.get(name) for name in Compiled._fields))  # type: ignore[arg-type]
 
 
 def source(program: Program, num_layers: int = 0) -> str:
@@ -78,25 +80,46 @@ class _Writer:
         leaves = [self._name(slot) for slot in range(program.num_leaves)]
         kept = [self._name(slot) for slot in program.kept]
         kept_messages = [self._name(s) for s in program.kept if s >= program.num_leaves]
+        given = _listed("t", "shapes", self._name(program.num_leaves), *kept)
+        result = self._final(program.result, "shape")
+        gradients = [
+            self._final(g, f"shapes[{k}]") if g else "None" for k, g in enumerate(program.gradients)
+        ]
         yield f"def forward({_listed('t', 'shape', *leaves)}):"
         yield from self._body(program.forward)
         # Where a leaf is itself the result, this must not be it.
-        own = "" if program.forward else ".clone()"
-        yield _returned(f"{self._final(program.result, 'shape')}{own}", *kept_messages)
+        yield _returned(result if program.forward else f"{result}.clone()", *kept_messages)
         if program.bias_fits and not self.num_layers:
             yield f"def forward_bias({_listed('t', 'shape', 'bias', *leaves)}):"
-            yield from self._body(program.forward[:-1])
-            last = program.forward[-1]
+            *others, last = program.forward
             assert isinstance(last, Product), "pads come first"
+            yield from self._body(others)
             yield f"    y = addmm(bias, {self._read(last.left)}, {self._read(last.right)})"
             yield _returned("y.view(shape)", *kept_messages)
-        yield f"def backward({_listed('t', 'shapes', self._name(program.num_leaves), *kept)}):"
+        folded = program.folded_bias
+        if folded is not None and not self.num_layers:
+            yield f"def forward_folded({_listed('t', 'shape', 'bias', *leaves)}):"
+            yield from self._body(program.forward[:-1])
+            yield f"    {self._slice(folded.ones)}.fill_(1)"
+            yield f"    {self._slice(folded.bias)}.copy_(bias)"
+            yield from self._body(program.forward[-1:])
+            yield _returned(result, *kept_messages)
+            yield f"def backward_folded({given}):"
+            for op in program.backward:
+                yield from self._body([op])
+                if op.out == folded.gradient.slot:
+                    yield f"    dbias = {self._slice(folded.gradient)}"
+            yield _returned("dbias", *gradients)
+        yield f"def backward({given}):"
         yield from self._body(program.backward)
-        gradients = enumerate(program.gradients)
-        yield _returned(*(self._final(g, f"shapes[{k}]") if g else "None" for k, g in gradients))
+        yield _returned(*gradients)
         yield f"def recompute({_listed('t', *kept[: len(kept) - len(kept_messages)])}):"
         yield from self._body(program.recompute, free=False)
         yield _returned(*kept_messages)
+
+    def _slice(self, place: Slice) -> str:
+        text = f"{self._name(place.slot)}.view({self._sizes(place.shape)})"
+        return f"{text}.select({place.axis}, {place.entry})"
 
     def _name(self, slot: int) -> str:
         return self.program.names[slot]
@@ -146,10 +169,10 @@ class _Writer:
     def _final(self, read: Read, shape: str) -> str:
         """Write a result in the shape that ``shape`` names at run time."""
         if read.narrowed is None:
-            name = self._name(read.slot)
-            if read.axes is None:
-                return f"{name}.reshape({shape})"
-            return f"{name}.view({self._sizes(read.shape)}).{self._permuted(read.axes)}.reshape({shape})"
+            text = self._name(read.slot)
+            if read.axes is not None:
+                text += f".view({self._sizes(read.shape)}).{self._permuted(read.axes)}"
+            return f"{text}.reshape({shape})"
         text = self._view(read)
         for axis, (size, left) in enumerate(
             zip(read.final, read.narrowed, strict=True), start=bool(self.num_layers)

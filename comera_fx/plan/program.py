@@ -89,6 +89,35 @@ class Pad:
 Op = Product | Pad
 
 
+@dataclass(frozen=True)
+class Slice:
+    """One entry along an axis of a matrix: slot, the shape to read it in, and which."""
+
+    slot: int
+    shape: tuple[int, int]
+    axis: int
+    entry: int
+
+
+@dataclass(frozen=True)
+class FoldedBias:
+    """A bias that padding leaves room for in the last forward product.
+
+    With ones in an unused column of its left operand and the bias in that row of its right one,
+    the product adds the bias, and the right operand's gradient holds the bias' in that row. Both
+    cost nothing; what they leave elsewhere meets zeros of the padding, and is cut off with it.
+
+    Args:
+        ones: The column of the left operand.
+        bias: The row of the right operand.
+        gradient: The row of the right operand's gradient.
+    """
+
+    ones: Slice
+    bias: Slice
+    gradient: Slice
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """Forward and backward of one network as matrix products.
@@ -101,6 +130,7 @@ class Program:
         forward: What the forward pass runs.
         result: How its result is read.
         bias_fits: Whether the last forward product can add a bias over its columns.
+        folded_bias: How padding takes up a bias, where it can; its gradient is then made as well.
         backward: What the backward pass runs; it may begin by making messages again.
         gradients: Per leaf how its gradient is read, ``None`` where it is not wanted.
         kept: Slots kept from forward to backward: the messages that backward reads, and the
@@ -119,6 +149,7 @@ class Program:
     forward: tuple[Op, ...]
     result: Read
     bias_fits: bool
+    folded_bias: FoldedBias | None
     backward: tuple[Op, ...]
     gradients: tuple[Read | None, ...]
     kept: tuple[int, ...]
@@ -216,6 +247,7 @@ class _Assembler:
             forward=forward,
             result=result,
             bias_fits=self._bias_fits(),
+            folded_bias=self._folded_bias(),
             backward=backward,
             gradients=tuple(gradients),
             kept=kept,
@@ -339,6 +371,38 @@ class _Assembler:
         stored = self.layout.orders[step.out.name]
         in_order = stored == self.network.target_indices
         return arrangement.kind == "mm" and in_order and rows in (TOKENS, "")
+
+    def _folded_bias(self) -> FoldedBias | None:
+        if not self._bias_fits():
+            return None
+        number = len(self.steps.forward) - 1
+        step, arrangement = self.steps.forward[number], self.layout.arrangements[number]
+        swap, bond = arrangement.swapped, arrangement.contracted
+        left, right = (step.right, step.left) if swap else (step.left, step.right)
+        gradient = next(
+            (s.out for s in self.steps.backward if {s.left, s.right} == {self.steps.target, left}),
+            None,
+        )
+        entry = self.raw_size_of[bond] if len(bond) == 1 else 0
+        if gradient is None or len(bond) != 1 or entry == self.size_of[bond]:
+            return None
+        rows, columns = (drop(self.layout.orders[m.name], frozenset(bond)) for m in (left, right))
+        slices = (
+            self._slice(left, rows, bond, entry),
+            self._slice(right, columns, bond, entry),
+            self._slice(gradient, columns, bond, entry),
+        )
+        return FoldedBias(*slices) if all(slices) else None  # type: ignore[arg-type]
+
+    def _slice(self, message: Message, others: Order, bond: Order, entry: int) -> Slice | None:
+        """Return what ``entry`` of ``bond`` is in a message read as a matrix without a copy."""
+        slot, stored = self.slots[message.name], self.layout.orders[message.name]
+        sizes = self._size(others), self._size(bond)
+        if stored == others + bond:
+            return Slice(slot, sizes, 1, entry)
+        if stored == bond + others:
+            return Slice(slot, sizes[::-1], 0, entry)
+        return None
 
     # ---- bytes ----
 
