@@ -1,9 +1,15 @@
-"""Settings of ``optimize``, of the planner and of rank adaptation, checked when they are made."""
+"""Settings of ``optimize``, of the planner and of rank adaptation, checked when they are made.
+
+And what the environment says: it is read here only.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from comera_fx.errors import ConfigError
@@ -12,6 +18,26 @@ Objective = Literal["flops", "time", "memory"]
 Layout = Literal["tt", "ttm"]
 Ranks = int | tuple[int, ...]
 ModePair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def cache_folder() -> Path | None:
+    """Return the folder for what can be made again; ``None`` where there is no home.
+
+    It is ``COMERA_FX_CACHE`` if that is set, and what is usual on the platform if not.
+    """
+    environment = os.environ
+    if environment.get("COMERA_FX_CACHE"):
+        return Path(environment["COMERA_FX_CACHE"]).absolute()
+    if sys.platform == "win32" and environment.get("LOCALAPPDATA"):
+        return Path(environment["LOCALAPPDATA"])
+    given = Path(environment.get("XDG_CACHE_HOME", ""))
+    if sys.platform not in ("win32", "darwin") and given.is_absolute():
+        return given
+    usual = {"win32": "AppData/Local", "darwin": "Library/Caches"}.get(sys.platform, ".cache")
+    try:
+        return Path.home() / usual
+    except RuntimeError:
+        return None
 
 
 def _check(holds: bool, name: str, got: object, expected: str, mend: str) -> None:
@@ -51,11 +77,15 @@ class PlanConfig:
             ``None`` is no limit.
         pad_ranks: Whether plans for ``"time"`` may pad ranks with zeros, inside the plan, to
             sizes at which the device's products run faster.
+        autotune: Whether a layer times its best three plans, once per shape and process, at its
+            first call in eager mode, and runs the fastest. Which one that is may differ from run
+            to run, and with it results in their last digits.
     """
 
     objective: Objective = "time"
     memory_limit_bytes: int | None = None
     pad_ranks: bool = True
+    autotune: bool = False
 
     def __post_init__(self) -> None:
         _check(
@@ -65,13 +95,12 @@ class PlanConfig:
             "'time', 'flops' or 'memory'",
             "use the default, 'time'",
         )
-        _check(
-            isinstance(self.pad_ranks, bool),
-            "PlanConfig.pad_ranks",
-            self.pad_ranks,
-            "True or False",
-            "give False to run the ranks as they are",
-        )
+        for name, mend in (
+            ("pad_ranks", "give False to run the ranks as they are"),
+            ("autotune", "give True to time plans at their first use"),
+        ):
+            value = getattr(self, name)
+            _check(isinstance(value, bool), f"PlanConfig.{name}", value, "True or False", mend)
         limit = self.memory_limit_bytes
         _check(
             limit is None or _is_count(limit, 1),
@@ -106,10 +135,14 @@ class OptimizeConfig:
         targets: Patterns of the layers to rewrite; ``None`` is every supported layer.
         exclude: Patterns of layers that stay dense whatever ``targets`` says.
         min_params: Layers with fewer weights than this stay dense.
-        only_if_faster: Leave a layer dense when its plan's FLOPs, forward and backward, exceed
-            dense's; layers named in ``modes``, ``ranks`` or ``targets`` are exempt.
+        only_if_faster: Leave a layer dense when its plan is worse than dense in what
+            ``plan.objective`` minimises, at the tokens seen or hinted: predicted to be slower
+            ("time"), of more FLOPs ("flops"), forward and backward, or with more bytes kept from
+            forward to backward, weights counted ("memory"). Compared is the plan without a memory
+            limit. Layers named in ``modes``, ``ranks`` or ``targets`` are exempt.
         num_tokens_hint: Rows of input to plan for where no example input tells.
         plan: How contraction trees are chosen.
+        autotune: Short for ``PlanConfig(autotune=True)`` in ``plan``.
         seed: Seed of ``init="random"``.
     """
 
@@ -125,7 +158,13 @@ class OptimizeConfig:
     only_if_faster: bool = True
     num_tokens_hint: int = 4096
     plan: PlanConfig = field(default_factory=PlanConfig)
+    autotune: bool = False
     seed: int = 0
+
+    @property
+    def effective_plan(self) -> PlanConfig:
+        """``plan``, with ``autotune`` where that is asked for here."""
+        return replace(self.plan, autotune=True) if self.autotune else self.plan
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -178,13 +217,12 @@ class OptimizeConfig:
             "a PlanConfig",
             "write plan=comera_fx.PlanConfig(objective='flops')",
         )
-        _check(
-            isinstance(self.only_if_faster, bool),
-            "OptimizeConfig.only_if_faster",
-            self.only_if_faster,
-            "True or False",
-            "give False to compress whatever the speed",
-        )
+        for name, mend in (
+            ("only_if_faster", "give False to compress whatever the speed"),
+            ("autotune", "give True to time plans at their first use"),
+        ):
+            value = getattr(self, name)
+            _check(isinstance(value, bool), f"OptimizeConfig.{name}", value, "True or False", mend)
 
     def _check_choices(self) -> None:
         _check(

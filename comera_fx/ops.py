@@ -24,7 +24,7 @@ _library: Any = torch.library.Library("comera_fx", "DEF")  # type: ignore[no-unt
 _library.define(
     "tt_linear(Tensor x, Tensor[] cores, Tensor? bias, str layout, int num_in_modes, "
     "int in_features, int out_features, *, int num_tokens_hint=4096, str objective='time', "
-    "int? memory_limit_bytes=None, bool pad_ranks=True) -> Tensor"
+    "int? memory_limit_bytes=None, bool pad_ranks=True, bool autotune=False) -> Tensor"
 )
 _library.define(
     "tt_embedding(Tensor ids, Tensor[] cores, Tensor? padding_row, str layout, "
@@ -95,6 +95,7 @@ def tt_linear(
     objective: str = "time",
     memory_limit_bytes: int | None = None,
     pad_ranks: bool = True,
+    autotune: bool = False,
 ) -> Tensor:
     """Return ``x W^T + bias`` for a weight W held as tensor-train cores.
 
@@ -110,6 +111,7 @@ def tt_linear(
         objective: What the plan minimises.
         memory_limit_bytes: Limit of the plan's peak.
         pad_ranks: Whether the plan may pad ranks.
+        autotune: Whether the best plans are timed at the first call of a shape.
 
     Returns:
         ``(..., out_features)``.
@@ -139,6 +141,7 @@ def tt_linear(
         objective=cast("Objective", objective),
         memory_limit_bytes=memory_limit_bytes,
         pad_ranks=pad_ranks,
+        autotune=autotune,
     )
     if not padded:
         return y

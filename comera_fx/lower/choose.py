@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from comera_fx.config import Objective
-from comera_fx.lower.execute import contract
+from comera_fx.lower.execute import contract, needs_plain_operators
+from comera_fx.lower.tune import fastest_program
 from comera_fx.plan.cost import cost_model
-from comera_fx.plan.linear import bucket_tokens, plan_linear
+from comera_fx.plan.linear import bucket_tokens, rank_plans
 from comera_fx.plan.lookup import plan_lookup
 from comera_fx.plan.networks import Network, dense_network
 from comera_fx.plan.program import Program, make_program
@@ -29,6 +30,7 @@ def linear(
     objective: Objective,
     memory_limit_bytes: int | None,
     pad_ranks: bool,
+    autotune: bool,
 ) -> Tensor:
     """Return ``x W^T + bias`` by the plan for this number of tokens.
 
@@ -41,6 +43,7 @@ def linear(
         objective: What the plan minimises.
         memory_limit_bytes: Limit of the plan's peak.
         pad_ranks: Whether the plan may pad ranks.
+        autotune: Whether the best plans are timed once, where they can be run.
     """
     num_tokens = math.prod(x.shape[:-1])
     program = _linear_program(
@@ -48,10 +51,11 @@ def linear(
         _bucket(num_tokens, num_tokens_hint),
         (x.requires_grad, *(core.requires_grad for core in cores)),
         x.dtype,
-        x.device.type,
+        x.device,
         objective,
         memory_limit_bytes,
         pad_ranks,
+        autotune and not needs_plain_operators(x),
     )
     shape = (*x.shape[:-1], spec.out_size)
     return contract(program, num_tokens, (x, *cores), shape, bias)
@@ -103,12 +107,13 @@ def _linear_program(
     num_tokens: int,
     wanted: tuple[bool, ...],
     dtype: torch.dtype,
-    device_type: str,
+    device: torch.device,
     objective: Objective,
     memory_limit_bytes: int | None,
     pad_ranks: bool,
+    autotune: bool,
 ) -> Program:
-    plan = plan_linear(
+    plans = rank_plans(
         spec,
         num_tokens,
         objective,
@@ -116,9 +121,9 @@ def _linear_program(
         memory_limit_bytes=memory_limit_bytes,
         pad_ranks=pad_ranks,
         itemsize=dtype.itemsize,
-        device_type=device_type,
+        device_type=device.type,
     )
-    return plan.program_for(wanted)
+    return fastest_program(plans if autotune else plans[:1], wanted, dtype, device)
 
 
 def _bucket(num_tokens: int, hint: int) -> int:

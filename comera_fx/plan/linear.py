@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,14 +12,16 @@ from comera_fx.plan.cost import CostModel, cost_model
 from comera_fx.plan.networks import TOKENS, Network, linear_network
 from comera_fx.plan.plan import Plan
 from comera_fx.plan.program import Recompute
-from comera_fx.plan.search import SsaPath, find_path, two_sided_path
+from comera_fx.plan.search import SsaPath, core_by_core_path, find_path, two_sided_path
 from comera_fx.spec import TTSpec
 
 NUM_PADDED = 2
 """How many of the fastest trees are also tried with padded ranks."""
+MEMORY_SLACK = 1.02
+"""Among plans whose bytes are within this factor of the least, objective "memory" takes the
+fastest: what is left to save is not worth a slow tree."""
 
 
-@lru_cache(maxsize=4096)
 def plan_linear(
     spec: TTSpec,
     num_tokens: int,
@@ -36,8 +38,8 @@ def plan_linear(
     Args:
         spec: Shape of the weight.
         num_tokens: Rows of ``x``.
-        objective: What is minimised: the predicted "time", the "flops", or the "memory": bytes
-            saved for backward, then the peak.
+        objective: What is minimised: the predicted "time", the "flops", or the "memory": the
+            bytes saved for backward and the peak, added up.
         needs_input_grad: Whether the gradient of ``x`` is wanted; those of the cores are.
         memory_limit_bytes: Plans whose peak is above this are refused.
         pad_ranks: Whether objective "time" may pad ranks where that is predicted to be faster.
@@ -67,6 +69,7 @@ def plan_linear(
     )[0]
 
 
+@lru_cache(maxsize=4096)
 def rank_plans(
     spec: TTSpec,
     num_tokens: int,
@@ -77,7 +80,7 @@ def rank_plans(
     pad_ranks: bool,
     itemsize: int,
     device_type: str,
-) -> list[Plan]:
+) -> Sequence[Plan]:
     """Return the candidate plans, best first; arguments and errors as of ``plan_linear``."""
     if num_tokens < 1:
         raise PlanError(
@@ -101,18 +104,23 @@ def rank_plans(
         plans += [padded for each in best for padded in _padded(each, costs)]
     if memory_limit_bytes is not None:
         plans = _within(memory_limit_bytes, plans, [plan(p) for p in _small_paths(network)])
-    return sorted(plans, key=lambda each: _score(each, objective))
+    if objective == "flops":
+        return sorted(plans, key=lambda each: (_flops(each), each.program.seconds))
+    if objective == "memory":
+        limit = MEMORY_SLACK * min(map(_bytes, plans))
+        return sorted(plans, key=lambda each: (max(_bytes(each), limit), each.program.seconds))
+    return sorted(plans, key=lambda each: each.program.seconds)
 
 
 _RECOMPUTE: dict[Objective, Recompute] = {"flops": "none", "time": "cheap", "memory": "all"}
 
 
-def _score(plan: Plan, objective: Objective) -> tuple[float, ...]:
-    if objective == "flops":
-        return plan.flops_forward + plan.flops_backward, plan.program.seconds
-    if objective == "memory":
-        return plan.saved_bytes, plan.peak_bytes, plan.program.seconds
-    return (plan.program.seconds,)
+def _flops(plan: Plan) -> int:
+    return plan.flops_forward + plan.flops_backward
+
+
+def _bytes(plan: Plan) -> int:
+    return plan.saved_bytes + plan.peak_bytes
 
 
 def _paths(network: Network, spec: TTSpec, objective: Objective) -> list[SsaPath]:
@@ -120,6 +128,7 @@ def _paths(network: Network, spec: TTSpec, objective: Objective) -> list[SsaPath
     paths = [find_path(network)]
     if objective != "flops":
         paths += [find_path(network, minimize, outer=False) for minimize in ("write", "combo")]
+        paths.append(core_by_core_path(spec.num_cores))
         if spec.layout == "tt":
             paths.append(two_sided_path(len(spec.in_modes), len(spec.out_modes)))
     if objective == "memory":

@@ -79,6 +79,18 @@ def two_sided_path(num_in: int, num_out: int) -> SsaPath:
     return tuple(pairs)
 
 
+def core_by_core_path(num_cores: int) -> SsaPath:
+    """Return the tree that contracts x with one core after another.
+
+    Few steps to run where there are few tokens.
+
+    Example:
+        >>> core_by_core_path(3)
+        ((0, 1), (4, 2), (5, 3))
+    """
+    return ((0, 1), *((num_cores + k - 1, k) for k in range(2, num_cores + 1)))
+
+
 Tree = int | tuple["Tree", "Tree"]
 """A leaf number, or the pair whose contraction makes the tensor."""
 
