@@ -84,7 +84,7 @@ def fixed_path_flops(spec: TTSpec, num_tokens: int) -> int:
     return 2 * (chain(0, num_in) + right_chain() + apply)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(deadline=None, derandomize=True, max_examples=500)
 @given(wide_specs, st.sampled_from([1, 7, 64, 1000]))
 def test_never_more_flops_than_the_fixed_path(spec, num_tokens):
     plan = plan_linear(spec, num_tokens, "flops")
