@@ -46,10 +46,11 @@ def linear(
         autotune: Whether the best plans are timed once, where they can be run.
     """
     num_tokens = math.prod(x.shape[:-1])
+    trains = torch.is_grad_enabled()
     program = _linear_program(
         spec,
         _bucket(num_tokens, num_tokens_hint),
-        (x.requires_grad, *(core.requires_grad for core in cores)),
+        tuple(trains and leaf.requires_grad for leaf in (x, *cores)),
         x.dtype,
         x.device,
         objective,
@@ -118,6 +119,7 @@ def _linear_program(
         num_tokens,
         objective,
         wanted[0],
+        any(wanted[1:]),
         memory_limit_bytes=memory_limit_bytes,
         pad_ranks=pad_ranks,
         itemsize=dtype.itemsize,

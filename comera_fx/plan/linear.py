@@ -28,6 +28,7 @@ def plan_linear(
     objective: Objective = "time",
     needs_input_grad: bool = True,
     *,
+    needs_core_grad: bool = True,
     memory_limit_bytes: int | None = None,
     pad_ranks: bool = True,
     itemsize: int = 4,
@@ -40,7 +41,8 @@ def plan_linear(
         num_tokens: Rows of ``x``.
         objective: What is minimised: the predicted "time", the "flops", or the "memory": the
             bytes saved for backward and the peak, added up.
-        needs_input_grad: Whether the gradient of ``x`` is wanted; those of the cores are.
+        needs_input_grad: Whether the gradient of ``x`` is wanted.
+        needs_core_grad: Whether those of the cores are; with neither, the plan is for inference.
         memory_limit_bytes: Plans whose peak is above this are refused.
         pad_ranks: Whether objective "time" may pad ranks where that is predicted to be faster.
         itemsize: Bytes of one number, 4 for float32.
@@ -62,6 +64,7 @@ def plan_linear(
         num_tokens,
         objective,
         needs_input_grad,
+        needs_core_grad,
         memory_limit_bytes=memory_limit_bytes,
         pad_ranks=pad_ranks,
         itemsize=itemsize,
@@ -75,6 +78,7 @@ def rank_plans(
     num_tokens: int,
     objective: Objective,
     needs_input_grad: bool,
+    needs_core_grad: bool,
     *,
     memory_limit_bytes: int | None,
     pad_ranks: bool,
@@ -95,7 +99,15 @@ def rank_plans(
 
     def plan(path: SsaPath) -> Plan:
         return Plan(
-            spec, num_tokens, itemsize, needs_input_grad, network, path, (), recompute, costs
+            spec,
+            num_tokens,
+            itemsize,
+            needs_input_grad,
+            network,
+            path,
+            recompute=recompute,
+            costs=costs,
+            needs_core_grad=needs_core_grad,
         )
 
     plans = [plan(path) for path in _paths(network, spec, objective)]

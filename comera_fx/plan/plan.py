@@ -36,6 +36,7 @@ class Plan:
         pads: Pairs of bond index and the rank to which it is padded.
         recompute: Which weight-only messages the backward pass makes again.
         costs: Speeds of the device planned for.
+        needs_core_grad: Whether the gradients of the cores are wanted.
     """
 
     spec: TTSpec
@@ -47,11 +48,12 @@ class Plan:
     pads: tuple[tuple[str, int], ...] = ()
     recompute: Recompute = "none"
     costs: CostModel = field(default_factory=lambda: shipped_model("cpu"), repr=False)
+    needs_core_grad: bool = True
 
     @property
     def wanted(self) -> tuple[bool, ...]:
         """Per leaf, whether its gradient is wanted: the input, then the cores."""
-        return (self.needs_input_grad, *(True for _ in range(self.spec.num_cores)))
+        return (self.needs_input_grad, *(self.needs_core_grad for _ in range(self.spec.num_cores)))
 
     @cached_property
     def steps(self) -> Steps:
@@ -114,6 +116,7 @@ class Plan:
             (self.spec.in_size, self.spec.out_size),
             self.itemsize,
             needs_input_grad=self.needs_input_grad,
+            needs_weight_grad=self.needs_core_grad,
         )
 
     @cached_property
@@ -140,7 +143,7 @@ class Plan:
     @property
     def dense_flops_backward(self) -> int:
         """The dense layer's operations backward."""
-        return self.dense_flops_forward * (2 if self.needs_input_grad else 1)
+        return self.dense_flops_forward * (self.needs_input_grad + self.needs_core_grad)
 
     def to_networkx(self) -> networkx.DiGraph:
         """Return the messages as a graph: operands point to what is made of them.

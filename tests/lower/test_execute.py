@@ -22,6 +22,7 @@ def plans_of(spec, num_tokens, objective="time"):
         num_tokens,
         objective,
         True,
+        True,
         memory_limit_bytes=None,
         pad_ranks=True,
         itemsize=8,

@@ -33,6 +33,7 @@ def candidates(num_tokens):
         num_tokens,
         "time",
         True,
+        True,
         memory_limit_bytes=None,
         pad_ranks=True,
         itemsize=4,

@@ -175,8 +175,9 @@ def test_copies_are_those_of_the_plan_and_none_holds_tokens_at_large_batches(num
     program = plan_linear(SPEC, num_tokens).program
     with Copies() as copies:
         layer(x).backward(torch.ones(num_tokens, 768))
-    # Padding copies a core, and autograd makes its gradient, a view, contiguous.
+    # Padding copies a core, and the bias into it; autograd makes its gradient, a view, contiguous.
     cores = {core.numel() for core in layer.cores}
+    cores |= {768} if bias and program.folded_bias else set()
     assert 4 * sum(n for n in copies.sizes if n not in cores) <= program.copied_bytes
     assert 4 * sum(copies.sizes) >= program.copied_bytes
     if num_tokens >= 128:
@@ -246,3 +247,22 @@ def test_chains_of_any_length_have_a_plan(num_cores):
     plan = plan_linear(spec, 16, "flops")
     assert plan.flops_backward == 2 * plan.flops_forward
     assert plan.flops_forward <= fixed_path_flops(spec, 16)
+
+
+def test_a_plan_for_inference_counts_and_keeps_nothing_of_the_backward_pass():
+    plan = plan_linear(SPEC, 512, needs_input_grad=False, needs_core_grad=False)
+    assert plan.steps.backward == ()
+    assert plan.flops_backward == plan.dense_flops_backward == 0
+    assert plan.saved_bytes == 0
+    assert plan.seconds < plan_linear(SPEC, 512).seconds
+    assert plan.dense_seconds < plan_linear(SPEC, 512).dense_seconds
+
+
+def test_without_gradients_the_plan_for_inference_runs():
+    layer = TTLinear(SPEC, 768, 768)
+    x = torch.randn(4, 768)
+    expected = layer(x)
+    with torch.no_grad(), Copies() as copies:
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+    plan = plan_linear(SPEC, 4, needs_input_grad=False, needs_core_grad=False)
+    assert 4 * sum(copies.sizes) == plan.program.copied_bytes
