@@ -2,20 +2,31 @@
 
 A product ``(m, k) @ (k, n)`` takes ``launch + max(FLOPs / rate(m, n, k), bytes / bandwidth)``. The
 rate is interpolated in a table measured on the device: it falls where any side is small, and not
-alike for each side. Columns that do not fill a whole tile of the device's vector registers cost
-more than those they leave empty, which is why ranks are padded inside plans.
+alike for each side. Columns that do not fill a whole tile of the device's vector registers are
+worked on in halves, quarters and so on of a tile, each nearly as slow as a whole one: 30 columns
+take longer than 32, which is why ranks are padded inside plans.
+
+A table that ``comera-fx calibrate`` measured on this machine is found in the user's cache folder;
+without one, that which comes with the package is used.
 """
 
 from __future__ import annotations
 
 import json
+import platform
+import re
+import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
 from itertools import product as cartesian
-from math import log2
+from math import isfinite, log2
+from pathlib import Path
 from typing import Any
+
+from comera_fx.config import cache_folder
 
 FLOAT32_BYTES = 4
 _SPEEDS = (
@@ -42,7 +53,7 @@ class CostModel:
         sides: Sides at which rates were measured, ascending.
         rates: FLOPs per second of float32 products, ``rates[m][n][k]`` at these sides.
         tile: Columns of a whole tile; 1 where columns need not be whole.
-        ragged_tile: Cost of a last tile whose columns are no multiple of half a tile, in tiles.
+        ragged_tile: Cost, in tiles, of each half, quarter and so on that a last tile is made of.
         bytes_per_second: Rate at which operands and results are moved.
         copied_bytes_per_second: Rate at which a tensor is permuted into another.
     """
@@ -75,11 +86,19 @@ class CostModel:
         return self.launch_seconds + max(busy, moved)
 
     def dense_seconds(
-        self, num_tokens: int, sizes: tuple[int, int], itemsize: int, *, needs_input_grad: bool
+        self,
+        num_tokens: int,
+        sizes: tuple[int, int],
+        itemsize: int,
+        *,
+        needs_input_grad: bool,
+        needs_weight_grad: bool = True,
     ) -> float:
         """Return the time of forward and backward of a dense layer of ``sizes`` (in, out)."""
         in_size, out_size = sizes
-        shapes = [(num_tokens, out_size, in_size), (out_size, in_size, num_tokens)]
+        shapes = [(num_tokens, out_size, in_size)]
+        if needs_weight_grad:
+            shapes.append((out_size, in_size, num_tokens))
         if needs_input_grad:
             shapes.append((num_tokens, in_size, out_size))
         products = sum(self.product_seconds(*shape, itemsize) for shape in shapes)
@@ -118,12 +137,28 @@ class CostModel:
         rest = n % self.tile
         if n < self.tile or not rest:
             return n
-        cost = 1.0 if rest * 2 == self.tile else self.ragged_tile
-        return n - rest + cost * self.tile
+        return n - rest + rest.bit_count() * self.ragged_tile * self.tile
 
     def padded(self, rank: int) -> int:
         """Return the next rank that fills whole tiles; ranks below one tile stay."""
         return rank if rank < self.tile else -(-rank // self.tile) * self.tile
+
+    def summary(self) -> str:
+        """Return the figures that say most, one a line."""
+        peak = max(rate for plane in self.rates for row in plane for rate in row)
+        rows = [
+            ("fastest product", f"{peak / 1e9:,.1f} GFLOP/s"),
+            ("(4096, 256) @ (256, 16)", f"{self.rate(4096, 16, 256) / 1e9:,.1f} GFLOP/s"),
+            ("(4096, 16) @ (16, 256)", f"{self.rate(4096, 256, 16) / 1e9:,.1f} GFLOP/s"),
+            ("(256, 4096) @ (4096, 16)", f"{self.rate(256, 16, 4096) / 1e9:,.1f} GFLOP/s"),
+            ("columns of a tile", f"{self.tile}, parts of one cost {self.ragged_tile:.2f} of it"),
+            ("launch of a product", f"{1e6 * self.launch_seconds:.2f} us"),
+            ("call of a TT layer, both ways", f"{1e6 * self.call_seconds:.1f} us"),
+            ("call of a dense layer, both ways", f"{1e6 * self.dense_call_seconds:.1f} us"),
+            ("bandwidth", f"{self.bytes_per_second / 1e9:,.1f} GB/s"),
+            ("bandwidth of permuting copies", f"{self.copied_bytes_per_second / 1e9:,.1f} GB/s"),
+        ]
+        return "\n".join([self.device, *(f"  {name:<33} {value}" for name, value in rows)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the model in types that ``json`` writes; ``from_dict`` reads them."""
@@ -137,17 +172,31 @@ def from_dict(values: Mapping[str, Any]) -> CostModel:
         KeyError, TypeError, ValueError: If ``values`` is no such dictionary.
     """
     rates = tuple(tuple(tuple(map(float, row)) for row in plane) for plane in values["rates"])
-    sides = tuple(map(int, values["sides"]))
+    sides = tuple(map(_count, values["sides"]))
     lengths = {len(rates), *(len(plane) for plane in rates)}
     lengths |= {len(row) for plane in rates for row in plane}
     if lengths != {len(sides)} or len(sides) < 2 or list(sides) != sorted(set(sides)):
         raise ValueError("the table of rates does not fit its sides")
     speeds = {name: float(values[name]) for name in _SPEEDS}
-    if min(*speeds.values(), *(r for plane in rates for row in plane for r in row)) <= 0:
-        raise ValueError("speeds are positive")
+    every = (*speeds.values(), *(rate for plane in rates for row in plane for rate in row))
+    if not all(isfinite(speed) and speed > 0 for speed in every):
+        raise ValueError("speeds are positive and finite")
     return CostModel(
-        device=str(values["device"]), sides=sides, rates=rates, tile=int(values["tile"]), **speeds
+        device=str(values["device"]),
+        sides=sides,
+        rates=rates,
+        tile=_count(values["tile"]),
+        **speeds,
     )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{value!r} is no positive int")
+    return value
+
+
+# ---- where models come from ----
 
 
 @lru_cache
@@ -160,5 +209,103 @@ def shipped_model(device_type: str) -> CostModel:
 
 @lru_cache
 def cost_model(device_type: str) -> CostModel:
-    """Return the model that plans for a device type are made by."""
-    return shipped_model(device_type)
+    """Return the model that plans for a device type are made by.
+
+    It is looked for once a process, for the device and the number of threads of that moment: equal
+    plans of a process are the same object. ``calibrate`` alone has it looked for anew.
+    """
+    return measured_model(device_type) or shipped_model(device_type)
+
+
+def measured_model(device_type: str) -> CostModel | None:
+    """Return the model that was measured on this machine, ``None`` without one.
+
+    A file that cannot be used is left alone, with a warning.
+    """
+    device, path = device_name(device_type), costs_path(device_type)
+    if device is None or path is None or not path.exists():
+        return None
+    try:
+        model = from_dict(json.loads(path.read_text(encoding="utf-8")))
+        if model.device != device:
+            raise ValueError(f"it is of {model.device!r}, this is {device!r}")
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        kind = "cuda" if device_type == "cuda" else "cpu"
+        warnings.warn(
+            f"the speeds measured in {path} are not used: {type(error).__name__}, {error}. Measure "
+            f"anew with `comera-fx calibrate --device {kind}`, or delete the file.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return None
+    return model
+
+
+def write_model(model: CostModel, path: Path) -> None:
+    """Write a model where ``measured_model`` finds it: whole, or not at all.
+
+    Raises:
+        OSError: If that cannot be done.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False, encoding="utf-8"
+    ) as file:
+        written = Path(file.name)
+        try:
+            file.write(to_text(model))
+            file.close()  # an open file cannot be renamed everywhere
+            written.replace(path)
+        except BaseException:
+            file.close()
+            written.unlink(missing_ok=True)
+            raise
+
+
+def to_text(model: CostModel) -> str:
+    """Return a model as JSON with three significant digits, one row of rates a line."""
+    values = {name: _rounded(value) for name, value in model.to_dict().items()}
+    planes = values.pop("rates")
+    texts = (",\n   ".join(json.dumps(row) for row in plane) for plane in planes)
+    rates = ",\n".join(f"  [{text}]" for text in texts)
+    head = "".join(f' "{name}": {json.dumps(value)},\n' for name, value in values.items())
+    return f'{{\n{head} "rates": [\n{rates}\n ]\n}}\n'
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def costs_path(device_type: str) -> Path | None:
+    """Return the file of the model measured on this device; ``None`` if there can be none."""
+    folder, device = cache_folder(), device_name(device_type)
+    if folder is None or device is None:
+        return None
+    slug = re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
+    return folder / "comera_fx" / f"costs-{slug}.json"
+
+
+def device_name(device_type: str) -> str | None:
+    """Return what tells a device from others that run at other speeds; ``None`` if it is not here.
+
+    Types other than "cuda" are taken for a CPU, whose speeds depend on the number of threads.
+    """
+    import torch  # not above: what a plan is made of needs no tensors
+
+    if device_type == "cuda":
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    threads = torch.get_num_threads()
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return f"{_processor()}, {vectors}, {threads} thread{'s' * (threads > 1)}"
+
+
+@lru_cache
+def _processor() -> str:
+    table = Path("/proc/cpuinfo")
+    if table.exists():
+        for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "cpu"
