@@ -1,4 +1,4 @@
-"""Command line of the package: ``comera-fx demo`` and ``comera-fx plan``.
+"""Command line of the package: ``comera-fx demo``, ``plan`` and ``calibrate``.
 
 What a command needs is imported inside it, so that help and usage errors come at once.
 """
@@ -6,6 +6,7 @@ What a command needs is imported inside it, so that help and usage errors come a
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -137,6 +138,25 @@ def plan(
         Console().print(comparison_table(ways), highlight=False)
     if svg is not None:
         typer.echo(f"Picture: {svg}")
+
+
+@app.command()
+def calibrate(
+    device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU.")] = "cpu",
+) -> None:
+    """Measure how fast this machine runs what plans are made of, so that they are made for it.
+
+    Takes a few seconds, in which little else should run. Without it plans are made by the speeds
+    that come with the package.
+    """
+    from comera_fx.lower.calibrate import calibrate as measure
+    from comera_fx.plan.cost import costs_path
+
+    start = time.perf_counter()
+    with _errors_shown():
+        model = measure(device)
+    typer.echo(model.summary())
+    typer.echo(f"Written to {costs_path(device)} in {time.perf_counter() - start:.1f} s")
 
 
 @contextmanager

@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 from comera_fx import cli
 from comera_fx.demo import run
 from comera_fx.demo.config import DemoConfig
+from comera_fx.lower import calibrate
 from comera_fx.plan import plan_linear
+from comera_fx.plan.cost import costs_path, measured_model
 from comera_fx.plan.draw import plan_svg
 from comera_fx.spec import TTSpec
 
@@ -68,6 +70,28 @@ def test_the_demo_runs_from_the_command_line(tmp_path, monkeypatch):
     assert "Held-out loss, 12 steps each" in result.output
     for name in ("report.html", "dense.pt", "optimised.pt", "checkpoint.pt", "results.json"):
         assert (tmp_path / name).exists()
+
+
+def test_calibrate_says_what_was_measured_and_where_it_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMERA_FX_CACHE", str(tmp_path))
+    real = calibrate.calibrate
+    monkeypatch.setattr(calibrate, "calibrate", lambda device: real(device, seconds=0.02))
+    result = invoke("calibrate")
+    path = costs_path("cpu")
+    model = measured_model("cpu")
+    calibrate.forget_plans()
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"{model.summary()}\nWritten to {path} in ")
+    assert path.parent == tmp_path / "comera_fx"
+
+
+def test_calibrate_refuses_unknown_devices(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMERA_FX_CACHE", str(tmp_path))
+    result = invoke("calibrate", "--device", "tpu")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[0] == "Error: calibrate does not know the device"
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_setting_is_an_error_without_a_traceback(tmp_path):
