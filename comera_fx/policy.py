@@ -12,9 +12,10 @@ from typing import TypeVar
 from torch import nn
 
 from comera_fx.candidates import Candidate, find_candidates, structural_reasons
-from comera_fx.config import Layout, OptimizeConfig, PlanConfig, Ranks
+from comera_fx.config import Layout, Objective, OptimizeConfig, PlanConfig, Ranks
 from comera_fx.errors import ConfigError, PlanError, SpecError
 from comera_fx.plan.linear import bucket_tokens, plan_linear
+from comera_fx.plan.plan import Plan
 from comera_fx.shapes import choose_modes
 from comera_fx.spec import TTSpec
 
@@ -107,8 +108,8 @@ def cost_reason(
         candidate: The layer.
         spec: Its shape in TT form.
         num_tokens: Rows of input seen or hinted.
-        config: Says whether speed counts, and how to plan.
-        named: Whether the layer was named by the user, which leaves speed out.
+        config: Says whether costs at run time count, and how to plan.
+        named: Whether the layer was named by the user, which leaves these costs out.
     """
     if spec.num_params > candidate.num_params:
         figures = f"{spec.num_params:,} > {candidate.num_params:,}"
@@ -119,7 +120,7 @@ def cost_reason(
     assert isinstance(weight, nn.Parameter), "structural reasons come first"
     reason = _limit_reason(spec, num_tokens, weight.element_size(), config.plan)
     if reason is None and config.only_if_faster and not named:
-        reason = _speed_reason(candidate, spec, num_tokens, config.plan)
+        reason = _objective_reason(candidate, spec, num_tokens, weight, config.plan)
     return reason
 
 
@@ -201,16 +202,45 @@ def _limit_reason(
     return None
 
 
-def _speed_reason(
-    candidate: Candidate, spec: TTSpec, num_tokens: int, config: PlanConfig
+_WORSE: dict[Objective, str] = {
+    "time": "TT form is predicted to be slower than dense",
+    "flops": "TT form would take more FLOPs than dense",
+    "memory": "TT form would keep more bytes for backward than dense",
+}
+
+
+def _objective_reason(
+    candidate: Candidate, spec: TTSpec, num_tokens: int, weight: nn.Parameter, config: PlanConfig
 ) -> Reason | None:
-    planned = plan_linear(spec, num_tokens, config.objective)
-    flops = planned.flops_forward + planned.flops_backward
-    dense_flops = 6 * num_tokens * math.prod(candidate.sizes)
-    if flops <= dense_flops:
+    """Compare what is minimised with the dense layer's, which has no padding."""
+    planned = plan_linear(
+        spec,
+        num_tokens,
+        config.objective,
+        pad_ranks=config.pad_ranks,
+        itemsize=weight.element_size(),
+        device_type=weight.device.type,
+    )
+    ours, dense = _compared(planned, candidate.sizes, config.objective)
+    if ours <= dense:
         return None
-    figures = f"{flops:,} > {dense_flops:,}"
-    return f"TT form would take more FLOPs than dense at {num_tokens:,} tokens", figures
+    figures = f"{ours:,} > {dense:,}"
+    if config.objective == "time":
+        figures = f"{1e3 * ours:.3f} ms > {1e3 * dense:.3f} ms"
+    tokens = f"{num_tokens:,} token{'s' * (num_tokens != 1)}"
+    return f"{_WORSE[config.objective]} at {tokens}", figures
+
+
+def _compared(plan: Plan, sizes: tuple[int, int], objective: Objective) -> tuple[float, float]:
+    """Return what the plan costs, and what a dense layer of these sizes does."""
+    tokens, itemsize = plan.num_tokens, plan.itemsize
+    if objective == "time":
+        dense = plan.costs.dense_seconds(tokens, sizes, itemsize, needs_input_grad=True)
+        return plan.seconds, dense
+    if objective == "flops":
+        return plan.flops_forward + plan.flops_backward, 6 * tokens * math.prod(sizes)
+    kept = plan.saved_bytes + plan.spec.num_params * itemsize
+    return kept, (tokens * sizes[0] + math.prod(sizes)) * itemsize
 
 
 # ---- patterns ----

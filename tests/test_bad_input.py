@@ -39,7 +39,8 @@ def spoiled(value: float) -> Net:
 
 
 def config(**settings: Any) -> OptimizeConfig:
-    return OptimizeConfig(**{"init": "random", "max_rank": 4, **settings})
+    usual = {"init": "random", "max_rank": 4, "only_if_faster": False}
+    return OptimizeConfig(**{**usual, **settings})
 
 
 SQUARE = ((8, 8), (8, 8))

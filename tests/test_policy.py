@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from comera_fx import policy
 from comera_fx.config import OptimizeConfig, PlanConfig
 from comera_fx.errors import ConfigError, SpecError
 from comera_fx.plan.linear import plan_linear
@@ -119,16 +121,69 @@ def test_more_parameters_than_dense():
     assert choice.detail.endswith(" > 4,096")
 
 
-def test_slower_than_dense_unless_named():
+def test_more_flops_than_dense_unless_named():
     model = nn.Sequential(nn.Linear(64, 64))
-    shape: dict[str, Any] = {"layouts": {"0": "ttm"}, "max_rank": 15}
+    flops = PlanConfig(objective="flops")
+    shape: dict[str, Any] = {"layouts": {"0": "ttm"}, "max_rank": 15, "plan": flops}
     slow = choose(model, **shape)["0"]
     assert slow.reason == "TT form would take more FLOPs than dense at 4,096 tokens"
     more, dense = (int(figure.replace(",", "")) for figure in slow.detail.split(" > "))
     assert more > dense == 6 * 4096 * 64 * 64
     assert reason(model, only_if_faster=False, **shape) == ""
     assert reason(model, targets=["*"], **shape) == ""
-    assert reason(model, ranks={"0": 15}, layouts={"0": "ttm"}) == ""
+    assert reason(model, ranks={"0": 15}, layouts={"0": "ttm"}, plan=flops) == ""
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 4096])
+def test_slower_than_dense_unless_named(num_tokens):
+    """tensorly/torch#35: a factorised layer that is slower than dense at a small size."""
+    model = nn.Sequential(nn.Linear(256, 256))
+    choice = choose(model, {"0": num_tokens}, max_rank=32)["0"]
+    spec = choose(model, {"0": num_tokens}, max_rank=32, only_if_faster=False)["0"].spec
+    plan = plan_linear(spec, num_tokens)
+    if num_tokens == 4096:
+        assert (choice.reason, choice.spec) == ("", spec)
+        assert plan.seconds <= plan.dense_seconds
+        return
+    tokens = "1 token" if num_tokens == 1 else "8 tokens"
+    assert choice.spec is None
+    assert choice.reason == f"TT form is predicted to be slower than dense at {tokens}"
+    ours, dense = plan.seconds, plan.dense_seconds
+    assert choice.detail == f"{1e3 * ours:.3f} ms > {1e3 * dense:.3f} ms"
+    assert ours > dense
+    assert reason(model, num_tokens={"0": num_tokens}, targets=["0"]) == ""
+
+
+def test_dense_is_timed_at_its_own_sizes_not_at_padded_ones():
+    shape: dict[str, Any] = {"modes": {"x": ((16, 16), (16, 16))}, "num_tokens_hint": 512}
+    model = nn.ModuleDict({"x": nn.Linear(97, 97), "y": nn.Linear(97, 97)})
+    spec = choose(model, **shape)["x"].spec
+    assert (spec.in_size, spec.out_size) == (256, 256)
+    plan = plan_linear(spec, 512)
+    own = plan.costs.dense_seconds(512, (97, 97), 4, needs_input_grad=True)
+    assert policy._compared(plan, (97, 97), "time") == (plan.seconds, own)
+    assert own < plan.dense_seconds
+
+
+def test_more_bytes_for_backward_than_dense():
+    """With objective "memory" the weights count on both sides: they are kept for backward."""
+    memory: dict[str, Any] = {"plan": PlanConfig(objective="memory"), "max_rank": 2}
+    model = nn.Sequential(nn.Linear(64, 64))
+    few, many = (choose(model, {"0": tokens}, **memory)["0"] for tokens in (64, 4096))
+    assert few.reason == ""
+    assert many.reason == "TT form would keep more bytes for backward than dense at 4,096 tokens"
+    kept = plan_linear(few.spec, 4096, "memory").saved_bytes + 4 * few.spec.num_params
+    assert many.detail == f"{kept:,} > {4 * (4096 * 64 + 64 * 64):,}"
+
+
+def test_speeds_are_those_of_the_weights_device_and_dtype():
+    shape: dict[str, Any] = {"max_rank": 4, "num_tokens_hint": 1 << 16}
+    wide = choose(nn.Sequential(nn.Linear(64, 64, dtype=torch.float64)), **shape)["0"]
+    spec = choose(nn.Sequential(linear()), **shape, only_if_faster=False)["0"].spec
+    plans = [plan_linear(spec, 1 << 16, itemsize=size) for size in (4, 8)]
+    assert plans[1].seconds > plans[0].seconds
+    slower = plans[1].seconds > plans[1].dense_seconds
+    assert (wide.spec is None) == slower
 
 
 def test_tolerance_leaves_the_costs_open():
@@ -155,10 +210,8 @@ def test_memory_limit_is_that_of_the_plan_that_runs(targets):
 def test_flops_are_compared_at_the_tokens_seen_without_the_limit():
     model = nn.Sequential(linear())
     shape: dict[str, Any] = {"layouts": {"0": "ttm"}, "max_rank": 15}
-    limit = PlanConfig(memory_limit_bytes=10**9)
-    with_limit, without = (
-        choose(model, {"0": 3000}, plan=plan, **shape)["0"] for plan in (limit, PlanConfig())
-    )
+    plans = [PlanConfig("flops", memory_limit_bytes=limit) for limit in (10**9, None)]
+    with_limit, without = (choose(model, {"0": 3000}, plan=p, **shape)["0"] for p in plans)
     assert with_limit.reason == "TT form would take more FLOPs than dense at 3,000 tokens"
     assert with_limit.detail == without.detail
     assert with_limit.detail.endswith(f" > {6 * 3000 * 64 * 64:,}")
