@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from comera_fx.capture import Captured, capture
+from comera_fx.capture import Captured, capture, tokens_seen
 from comera_fx.config import OptimizeConfig
 from comera_fx.errors import ConfigError, WeightError
+from comera_fx.measure import measure_layers
 from comera_fx.modules import TTEmbedding, TTLinear, TTModule
 from comera_fx.passes.embedding_to_ttm import EmbeddingToTTM
 from comera_fx.passes.fuse_reconstruction import FuseReconstruction
@@ -99,20 +100,30 @@ def optimize(
     return result
 
 
-def explain(model: nn.Module) -> Report:
+def explain(model: nn.Module, example_inputs: object = None, *, measure: bool = False) -> Report:
     """Report on every layer of ``model`` that holds a weight matrix.
 
     Args:
-        model: Any model; parts of it that were optimised are found at any depth.
+        model: Any model; parts of it that were optimised are found at any depth. It is not
+            changed.
+        example_inputs: As for ``optimize``; with it the model is run once, and costs are for the
+            number of tokens that each layer sees. Otherwise, and for layers that are not called,
+            they are for the number that was planned for.
+        measure: Whether to run each linear layer in TT form, and its dense counterpart, alone,
+            forward and backward, to set what was predicted against what it takes. Takes about
+            half a second for each kind of layer.
 
     Returns:
         A report whose ``repr`` is a table. ``.layers[name]`` holds the figures.
 
     Raises:
-        ConfigError: If ``model`` is no module.
+        ConfigError: If ``model`` is no module, or ``example_inputs`` no arguments.
+        CaptureError: If the model fails on ``example_inputs``.
     """
     _check_model(model, "explain")
-    return explain_model(model)
+    num_tokens = tokens_seen(model, example_inputs)
+    measured = measure_layers(model, num_tokens) if measure else {}
+    return explain_model(model, num_tokens, measured)
 
 
 def graph(model: nn.Module, example_inputs: object = None) -> fx.GraphModule:
@@ -221,7 +232,7 @@ def _make_layer(
         "name": name,
     }
     if isinstance(dense, nn.Linear):
-        return TTLinear.from_linear(dense, spec, plan=config.plan, **settings)
+        return TTLinear.from_linear(dense, spec, plan=config.effective_plan, **settings)
     assert isinstance(dense, nn.Embedding), "the policy chooses linear layers and embeddings only"
     return TTEmbedding.from_embedding(dense, spec, **settings)
 

@@ -21,8 +21,9 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ShapesCollection
 
-from comera_fx.modules import TTModule
+from comera_fx.modules import TTEmbedding, TTLinear, TTModule
 from comera_fx.replay import (
+    DENSE_LAYERS,
     Calls,
     Inputs,
     as_inputs,
@@ -115,6 +116,25 @@ def capture(model: nn.Module, example_inputs: object = None) -> Captured:
         {_below_root(name): text for name, text in captured.functional.items()},
         frozenset(map(_below_root, captured.called)),
     )
+
+
+def tokens_seen(model: nn.Module, example_inputs: object) -> dict[str, int]:
+    """Return the rows of input in the largest call of each dense or TT layer, by first name.
+
+    Args:
+        model: Any module; it is left as it was.
+        example_inputs: As for ``capture``; with ``None`` nothing is run, and nothing returned.
+
+    Raises:
+        CaptureError: If the model fails on ``example_inputs``.
+        ConfigError: If ``example_inputs`` are no arguments.
+    """
+    inputs = as_inputs(example_inputs)
+    if inputs is None or any(has_no_values(p) for p in model.parameters()):
+        return {}
+    counted = (*DENSE_LAYERS, TTLinear, TTEmbedding)
+    calls = run_model(model, inputs, type(model).__name__, counted)[1]
+    return {name: seen.num_rows for name, seen in calls.items()}
 
 
 def _capture(model: nn.Module, inputs: Inputs | None, shown: str) -> Captured:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -84,17 +84,27 @@ def as_inputs(example_inputs: object) -> Inputs | None:
     )
 
 
-def run_model(model: nn.Module, inputs: Inputs, shown: str) -> tuple[list[Any], dict[str, Calls]]:
+DENSE_LAYERS = (nn.Linear, nn.Embedding)
+
+
+def run_model(
+    model: nn.Module,
+    inputs: Inputs,
+    shown: str,
+    counted: Collection[type[nn.Module]] = DENSE_LAYERS,
+) -> tuple[list[Any], dict[str, Calls]]:
     """Run the model itself, without gradients.
 
     Args:
         model: The model.
         inputs: What to run it on.
         shown: Name of the model in an error.
+        counted: Classes of the layers whose calls are counted; one with ``in_features`` has rows
+            of that size, others have a row for each number.
 
     Returns:
-        The leaves of its output, and the calls of each ``nn.Linear`` and ``nn.Embedding`` by
-        qualified name; layers that were not called are missing.
+        The leaves of its output, and the calls of each counted layer by qualified name; layers
+        that were not called are missing.
 
     Raises:
         CaptureError: If the model fails.
@@ -103,7 +113,7 @@ def run_model(model: nn.Module, inputs: Inputs, shown: str) -> tuple[list[Any], 
     handles = [
         module.register_forward_pre_hook(_counter(calls, name), with_kwargs=True)
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, nn.Embedding)
+        if type(module) in counted
     ]
     try:
         with untouched(model), torch.no_grad():
@@ -329,8 +339,9 @@ def _counter(calls: dict[str, Calls], name: str) -> Callable[..., None]:
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs["input"]
         num_rows = given.numel()
-        if isinstance(module, nn.Linear):
-            num_rows //= max(1, module.in_features)
+        in_features = getattr(module, "in_features", None)
+        if in_features is not None:
+            num_rows //= max(1, in_features)
         seen = calls.setdefault(name, Calls())
         seen.times, seen.num_rows = seen.times + 1, max(seen.num_rows, num_rows)
 

@@ -14,71 +14,17 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from comera_fx.candidates import Candidate, find_candidates, structural_reasons
-from comera_fx.errors import ConfigError, PlanError
+from comera_fx.candidates import find_candidates, structural_reasons
+from comera_fx.errors import ConfigError
+from comera_fx.layer_report import LayerReport as LayerReport
+from comera_fx.layer_report import dense_layer, tt_layer
+from comera_fx.measure import Measured
 from comera_fx.modules import TTEmbedding, TTLinear, TTModule
 from comera_fx.passes.pipeline import Pass, Watcher, numerics_of
 from comera_fx.passes.text import format_graph as format_graph
-from comera_fx.plan.linear import plan_linear
-from comera_fx.plan.lookup import plan_lookup
-from comera_fx.plan.plan import Plan
-from comera_fx.shapes import ModeChoice
 
 RECORD = "_comera_fx_record"
 """Attribute of an optimised model that holds why its layers are as they are, in plain types."""
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One layer that holds a weight matrix.
-
-    What is not known, or has no meaning for the layer, is ``None``.
-
-    Args:
-        name: Qualified name.
-        kind: "linear", "embedding", or the kind of a layer that is not supported.
-        layout: "tt" or "ttm"; ``None`` for a dense layer, as are modes and ranks.
-        in_modes: Factors of the in features, or of the rows of a table.
-        out_modes: Factors of the out features, or of the columns.
-        mode_balance: Largest mode over the smallest above 1: narrow modes make slow products.
-        ranks: Bond ranks as they are now.
-        dense_params: Numbers in the dense weight.
-        tt_params: Numbers in the cores.
-        ratio: ``dense_params / tt_params``; ``None`` if no rank is left.
-        flops_forward: Of the plan at ``num_tokens``; 2 a multiply-add.
-        flops_backward: Likewise, every gradient wanted.
-        bytes: Size of the weight as it is held now.
-        peak_bytes: Most that the plan of a linear layer holds at once, cores left out.
-        saved_bytes: What it keeps from forward to backward.
-        dense_flops_forward: Of the dense layer at ``num_tokens``; a table needs none.
-        dense_flops_backward: Likewise, every gradient wanted.
-        num_tokens: Rows of input planned for.
-        init_error: Relative Frobenius error of the decomposition; ``None`` after a random start.
-        reason: Why the layer is dense; empty for a TT layer.
-        detail: The figures behind the reason; of a TT layer, what was asked for and not met.
-    """
-
-    name: str
-    kind: str
-    dense_params: int
-    bytes: int
-    layout: str | None = None
-    in_modes: tuple[int, ...] | None = None
-    out_modes: tuple[int, ...] | None = None
-    mode_balance: float | None = None
-    ranks: tuple[int, ...] | None = None
-    tt_params: int | None = None
-    ratio: float | None = None
-    flops_forward: int | None = None
-    flops_backward: int | None = None
-    peak_bytes: int | None = None
-    saved_bytes: int | None = None
-    dense_flops_forward: int | None = None
-    dense_flops_backward: int | None = None
-    num_tokens: int | None = None
-    init_error: float | None = None
-    reason: str = ""
-    detail: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,7 +73,7 @@ class Report:
         }
 
     def __repr__(self) -> str:
-        lines = _table([_HEADER, *map(_row, self.compressed)]) if self.compressed else []
+        lines = _table(_rows(self.compressed)) if self.compressed else []
         lines += _dense_lines([layer for layer in self.layers.values() if layer.tt_params is None])
         before, after = self.compressed_before, self.compressed_after
         lines.append(f"compressed layers: {_change(before, after)}")
@@ -137,23 +83,34 @@ class Report:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-def explain_model(model: nn.Module) -> Report:
+def explain_model(
+    model: nn.Module,
+    num_tokens: Mapping[str, int] | None = None,
+    measured: Mapping[str, Measured] | None = None,
+) -> Report:
     """Report on a model as it is now; ranks that have shrunk are shown as they are.
 
     Args:
         model: Any model. Optimised parts of it are found at any depth.
+        num_tokens: Rows of input seen, by name; costs of other layers are for the number that
+            they were planned for.
+        measured: What linear layers in TT form were measured to take, by name.
     """
     record = _find_record(model)
     candidates = find_candidates(model)
     reasons = structural_reasons(model, candidates)
+    seen, measured = num_tokens or {}, measured or {}
     layers = {}
     for candidate in candidates:
-        known = record["layers"].get(candidate.name, {})
-        if isinstance(candidate.module, TTModule):
-            layers[candidate.name] = _tt_layer(candidate, candidate.module, known)
+        name, module = candidate.name, candidate.module
+        known = record["layers"].get(name, {})
+        if isinstance(module, (TTLinear, TTEmbedding)):
+            tokens = seen.get(name) or module.num_tokens_hint
+            layers[name] = tt_layer(candidate, module, known, tokens, measured.get(name))
         else:
-            reason = known.get("reason") or reasons.get(candidate.name)
-            layers[candidate.name] = _dense_layer(candidate, reason, known)
+            reason = known.get("reason") or reasons.get(name)
+            tokens = seen.get(name, known.get("num_tokens"))
+            layers[name] = dense_layer(candidate, reason, known, tokens)
     after = sum(param.numel() for param in model.parameters() if not is_lazy(param))
     saved = sum(
         layer.dense_params - sum(p.numel() for p in (*module.cores, *module.rank_weights))
@@ -195,105 +152,33 @@ def _find_record(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _tt_layer(candidate: Candidate, module: TTModule, known: Mapping[str, Any]) -> LayerReport:
-    spec = module.spec
-    itemsize = module.cores[0].element_size()
-    details = [known.get("detail", "")]
-    figures: dict[str, Any] = {}
-    if isinstance(module, TTLinear):
-        figures, over = _linear_figures(module)
-        details.append(over)
-    elif isinstance(module, TTEmbedding):
-        figures = _embedding_figures(module)
-    return LayerReport(
-        name=candidate.name,
-        kind=module.kind,
-        layout=spec.layout,
-        in_modes=spec.in_modes,
-        out_modes=spec.out_modes,
-        mode_balance=ModeChoice(spec.in_modes, spec.out_modes).balance,
-        ranks=spec.ranks,
-        dense_params=module.dense_params,
-        tt_params=spec.num_params,
-        ratio=module.dense_params / spec.num_params if spec.num_params else None,
-        bytes=spec.num_params * itemsize,
-        init_error=module.init_error,
-        detail="; ".join(filter(None, details)),
-        **figures,
-    )
-
-
-def _linear_figures(module: TTLinear) -> tuple[dict[str, Any], str]:
-    """Return the costs of the plan, and what there is to say where it is over its limit."""
-    tokens = module.num_tokens_hint
-    dense = _dense_flops("linear", module.in_features, module.out_features, tokens)
-    costs = ("flops_forward", "flops_backward", "peak_bytes", "saved_bytes")
-    if not module.spec.num_params:
-        return {"num_tokens": tokens, **dense, **dict.fromkeys(costs, 0)}, ""
-    planned, over = _plan_of(module, tokens)
-    return {"num_tokens": tokens, **dense, **{c: getattr(planned, c) for c in costs}}, over
-
-
-def _plan_of(module: TTLinear, num_tokens: int) -> tuple[Plan, str]:
-    """Ranks loaded from a checkpoint may break a limit; the forward pass then says so too."""
-    spec, config = module.spec, module.plan_config
-    itemsize, limit = module.cores[0].element_size(), config.memory_limit_bytes
-    try:
-        return plan_linear(
-            spec, num_tokens, config.objective, memory_limit_bytes=limit, itemsize=itemsize
-        ), ""
-    except PlanError as error:
-        over = f"no plan for {num_tokens:,} tokens is within memory_limit_bytes={limit}"
-        planned = plan_linear(spec, num_tokens, config.objective, itemsize=itemsize)
-        return planned, f"{over}: {error.expected}"
-
-
-def _embedding_figures(module: TTEmbedding) -> dict[str, Any]:
-    tokens, spec = module.num_tokens_hint, module.spec
-    forward = plan_lookup(spec, tokens).flops if spec.num_params else 0
-    return {
-        "num_tokens": tokens,
-        "flops_forward": forward,
-        "flops_backward": 2 * forward,  # each product has the gradients of its two operands
-        **_dense_flops("embedding", module.num_embeddings, module.embedding_dim, tokens),
-    }
-
-
-def _dense_layer(candidate: Candidate, reason: str | None, known: Mapping[str, Any]) -> LayerReport:
-    weights = [p for p in candidate.module._parameters.values() if p is not None]
-    itemsize = weights[0].dtype.itemsize if weights else 0
-    flops: dict[str, Any] = {}
-    if candidate.kind in ("linear", "embedding") and "num_tokens" in known:
-        flops = _dense_flops(candidate.kind, *candidate.sizes, known["num_tokens"])
-    return LayerReport(
-        name=candidate.name,
-        kind=candidate.kind,
-        dense_params=candidate.num_params,
-        bytes=candidate.num_params * itemsize,
-        reason=reason or "comera_fx.optimize has not been applied",
-        detail=known.get("detail", ""),
-        num_tokens=known.get("num_tokens"),
-        **flops,
-    )
-
-
-def _dense_flops(kind: str, in_size: int, out_size: int, num_tokens: int) -> dict[str, int]:
-    """A dense table is read, not multiplied."""
-    forward = 2 * num_tokens * in_size * out_size if kind == "linear" else 0
-    return {"dense_flops_forward": forward, "dense_flops_backward": 2 * forward}
-
-
 # ---- text of the report ----
 
 _HEADER = (
     "layer", "kind", "modes", "ranks", "balance", "dense", "TT", "ratio",
-    "MFLOPs fwd", "bwd", "(dense both)", "tokens", "error", "",
+    "MFLOPs fwd", "bwd", "(dense both)", "saved MB", "(dense)", "ms", "(dense)",
 )  # fmt: skip
+_MEASURED_HEADER = ("measured ms", "(dense)", "predicted off", "(dense)")
+_LAST_HEADER = ("tokens", "error", "")
 
 
-def _row(layer: LayerReport) -> tuple[str, ...]:
+def _rows(layers: Sequence[LayerReport]) -> list[tuple[str, ...]]:
+    measured = any(layer.measured_seconds is not None for layer in layers)
+    heading = (*_HEADER, *(_MEASURED_HEADER if measured else ()), *_LAST_HEADER)
+    return [heading, *(_row(layer, measured) for layer in layers)]
+
+
+def _row(layer: LayerReport, measured: bool) -> tuple[str, ...]:
     ranks = (layer.ranks or ())[1:-1]
     dense_flops = (layer.dense_flops_forward or 0) + (layer.dense_flops_backward or 0)
+    # The weights are among what is kept, in both forms.
+    saved = None if layer.saved_bytes is None else layer.saved_bytes + layer.bytes
+    times = (
+        _milli(layer.measured_seconds),
+        _in_brackets(_milli(layer.dense_measured_seconds)),
+        _percent(layer.prediction_error),
+        _in_brackets(_percent(layer.dense_prediction_error)),
+    )
     return (
         layer.name or "(the model itself)",
         f"{layer.kind} {layer.layout}",
@@ -306,6 +191,11 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
         _mega(layer.flops_forward),
         _mega(layer.flops_backward),
         f"({_mega(dense_flops)})" if dense_flops else "-",
+        _mega(saved),
+        _in_brackets(_mega(layer.dense_saved_bytes)),
+        _milli(layer.predicted_seconds),
+        _in_brackets(_milli(layer.dense_predicted_seconds)),
+        *(times if measured else ()),
         "-" if layer.num_tokens is None else f"{layer.num_tokens:,}",
         "-" if layer.init_error is None else f"{layer.init_error:.3f}",
         layer.detail,
@@ -347,8 +237,20 @@ def _product(modes: Sequence[int]) -> str:
     return "x".join(map(str, modes))
 
 
-def _mega(flops: int | None) -> str:
-    return "-" if flops is None else f"{flops / 1e6:,.2f}"
+def _mega(number: int | None) -> str:
+    return "-" if number is None else f"{number / 1e6:,.2f}"
+
+
+def _milli(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.3f}"
+
+
+def _percent(part: float | None) -> str:
+    return "-" if part is None else f"{100 * part:+.0f}%"
+
+
+def _in_brackets(text: str) -> str:
+    return text if text == "-" else f"({text})"
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

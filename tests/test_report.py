@@ -8,12 +8,15 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
 import comera_fx
+from comera_fx import measure
 from comera_fx.config import OptimizeConfig, PlanConfig
 from comera_fx.modules import TTLinear
+from comera_fx.plan.cost import shipped_model
 from comera_fx.plan.linear import plan_linear
 from comera_fx.report import explain_model, format_graph
 from comera_fx.spec import TTSpec
@@ -30,6 +33,17 @@ class Net(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.fc3(self.fc2(self.act(self.fc1(self.embed(ids)))))
+
+
+class Classifier(nn.Module):
+    """Bihaqo/t3f#222: a net for MNIST."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = nn.Linear(784, 300), nn.Linear(300, 100), nn.Linear(100, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x)))))
 
 
 def optimized(ids: torch.Tensor | None = None, **config: Any) -> nn.Module:
@@ -85,6 +99,175 @@ def test_figures_of_a_linear_layer_equal_a_hand_count():
     assert layer.ranks == (1, 3, 3, 3, 3, 3, 1)
     assert layer.tt_params == 4 * 3 + 3 * 5 * 3 + 3 * 5 * 3 + 3 * 5 * 3 + 3 * 4 * 3 + 3 * 5 == 198
     assert layer.bytes == 4 * 198
+
+
+def test_op_counts_per_layer_equal_a_hand_count():
+    """Bihaqo/t3f#219: modes 4x5x5 -> 5x4x5 at rank 3, where G4 G5 G6 is cheapest right to left."""
+    plan = PlanConfig(objective="flops")
+    layer = comera_fx.explain(optimized(plan=plan)).layers["fc1"]
+    left = 4 * 3 * 5 * 3 + 20 * 3 * 5 * 3
+    right = 4 * 3 * 5 * 3 + 20 * 3 * 5 * 3
+    assert layer.flops_forward == 2 * (left + right + 2 * 32 * 100 * 3)
+    assert layer.flops_backward == 2 * layer.flops_forward
+    assert layer.bytes == 4 * 198
+
+
+def test_a_layer_that_saves_less_than_dense_says_so():
+    """KhrulkovV/tt-pytorch#6: activations kept for backward."""
+    config = OptimizeConfig(init="random", num_tokens_hint=8192)
+    report = comera_fx.explain(
+        comera_fx.optimize(nn.Sequential(nn.Linear(1024, 1024)), config=config)
+    )
+    layer = report.layers["0"]
+    assert layer.dense_saved_bytes == 4 * (8192 * 1024 + 1024 * 1024)
+    assert layer.saved_bytes + layer.bytes <= layer.dense_saved_bytes
+    cells = repr(report).splitlines()[1].split()
+    assert cells[cells.index("(37.75)") - 1] == f"{(layer.saved_bytes + layer.bytes) / 1e6:.2f}"
+
+
+def test_predicted_times_are_those_of_the_plan_and_of_a_dense_layer_without_padding():
+    model = optimized()
+    layer = comera_fx.explain(model).layers["fc1"]
+    plan = plan_linear(model.fc1.spec, 32)
+    assert layer.predicted_seconds == plan.seconds
+    assert layer.dense_predicted_seconds == plan.dense_seconds
+    assert layer.measured_seconds is layer.prediction_error is None
+    dense = comera_fx.explain(model).layers["fc2"]
+    costs = shipped_model("cpu")
+    assert dense.dense_predicted_seconds == costs.dense_seconds(
+        32, (100, 4), 4, needs_input_grad=True
+    )
+    assert dense.predicted_seconds is None
+    padded = TTLinear(TTSpec("tt", (16, 8), (8, 8), (1, 4, 4, 4, 1)), 97, 64, num_tokens_hint=16)
+    figures = comera_fx.explain(padded).layers[""]
+    assert figures.dense_predicted_seconds == costs.dense_seconds(
+        16, (97, 64), 4, needs_input_grad=True
+    )
+    assert comera_fx.explain(model).layers["embed"].predicted_seconds is None
+
+
+def test_costs_are_for_the_tokens_that_the_example_inputs_bring():
+    model = optimized()
+    report = comera_fx.explain(model, torch.zeros(2, 5, dtype=torch.long))
+    assert [layer.num_tokens for layer in report.layers.values()] == [10, 10, 10, 10]
+    layer = report.layers["fc1"]
+    assert layer.predicted_seconds == plan_linear(model.fc1.spec, 10).seconds
+    assert layer.dense_flops_forward == 2 * 10 * 100 * 100
+    assert report.layers["fc2"].dense_flops_forward == 2 * 10 * 100 * 4
+    assert comera_fx.explain(model).layers["fc1"].num_tokens == 32
+
+
+def test_layers_that_the_example_inputs_do_not_reach_keep_their_tokens():
+    class Half(Net):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.embed(ids) if ids.shape[0] == 1 else super().forward(ids)
+
+    torch.manual_seed(0)
+    config = OptimizeConfig(init="random", max_rank=3, min_params=1000, modes=MODES)
+    model = comera_fx.optimize(Half(), torch.zeros(4, 8, dtype=torch.long), config=config)
+    report = comera_fx.explain(model, torch.zeros(1, 3, dtype=torch.long))
+    assert [layer.num_tokens for layer in report.layers.values()] == [3, 32, 32, 32]
+
+
+def test_predicted_against_measured_time_per_layer():
+    """Bihaqo/t3f#222: fewer FLOPs are no speed-up; the report shows both times of each layer."""
+    torch.manual_seed(0)
+    config = OptimizeConfig(init="random", max_rank=8, only_if_faster=False)
+    x = torch.randn(64, 784)
+    model = comera_fx.optimize(Classifier(), x, config=config)
+    report = comera_fx.explain(model, x, measure=True)
+    assert [layer.name for layer in report.compressed] == ["fc1", "fc2"]
+    for layer in report.compressed:
+        assert layer.num_tokens == 64
+        assert min(layer.measured_seconds, layer.dense_measured_seconds) > 0
+        assert layer.prediction_error == layer.predicted_seconds / layer.measured_seconds - 1
+        assert layer.dense_prediction_error == (
+            layer.dense_predicted_seconds / layer.dense_measured_seconds - 1
+        )
+    assert report.layers["fc3"].measured_seconds is None
+    header, first = repr(report).splitlines()[:2]
+    assert " ".join(header.split()).endswith(
+        "ms (dense) measured ms (dense) predicted off (dense) tokens error"
+    )
+    layer = report.layers["fc1"]
+    shown = [f"{1e3 * layer.measured_seconds:,.3f}", f"({1e3 * layer.dense_measured_seconds:,.3f})"]
+    shown += [f"{100 * layer.prediction_error:+.0f}%"]
+    assert [cell for cell in first.split() if cell in shown] == shown
+    assert json.loads(json.dumps(report.to_dict()))["layers"]["fc1"]["measured_seconds"] > 0
+    assert "measured" not in repr(comera_fx.explain(model, x))
+
+
+def test_measuring_touches_nothing():
+    model = optimized()
+    model.fc1.attach_rank_weights(0.01)
+    calls: list[object] = []
+    model.fc1.register_forward_hook(lambda *args: calls.append(args))
+    model.fc1.core_0.register_hook(lambda grad: calls.append(grad))
+    model.eval().fc1.train()
+    model.fc1.core_2.requires_grad_(False)
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    model(ids).sum().backward()
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    values = [p.detach().clone() for p in model.parameters()]
+    flags = [(module.training, p.requires_grad) for module in model.modules()
+             for p in module.parameters()]  # fmt: skip
+    num_calls, rng = len(calls), torch.get_rng_state()
+    with torch.no_grad():
+        report = comera_fx.explain(model, measure=True)
+    assert report.layers["fc1"].measured_seconds > 0
+    assert len(calls) == num_calls
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert flags == [(module.training, p.requires_grad) for module in model.modules()
+                     for p in module.parameters()]  # fmt: skip
+    for param, value, grad in zip(model.parameters(), values, before, strict=True):
+        assert torch.equal(param, value)
+        assert (param.grad is None) == (grad is None)
+        assert grad is None or torch.equal(param.grad, grad)
+
+
+def test_equal_layers_are_measured_once(monkeypatch):
+    timed: list[Any] = []
+
+    def medians(runs: Any, device_type: str, *, seconds: float) -> dict[str, float]:
+        timed.append([len(run()) for run in runs.values()])
+        return {"tt": 2.0, "dense": 1.0}
+
+    monkeypatch.setattr(measure, "medians", medians)
+    spec = TTSpec("tt", (8, 8), (8, 8), (1, 4, 4, 4, 1))
+    layers = [TTLinear(spec, 64, 64, num_tokens_hint=5) for _ in range(3)]
+    layers.append(TTLinear(spec, 64, 64, bias=False, num_tokens_hint=5))
+    report = comera_fx.explain(nn.Sequential(*layers), measure=True)
+    assert timed == [[6, 3], [5, 2]]  # gradients of cores, bias and input, and of the dense layer
+    assert {layer.measured_seconds for layer in report.compressed} == {2.0}
+    assert {layer.dense_measured_seconds for layer in report.compressed} == {1.0}
+    # Other tokens are another measurement; the same layer under two names is one.
+    shared = nn.ModuleDict({"a": layers[0], "b": layers[0]})
+    assert list(comera_fx.explain(shared, measure=True).layers) == ["a"]
+    measure.measure_layers(nn.ModuleDict({"a": layers[0], "b": layers[1]}), {"b": 7})
+    assert len(timed) == 5
+
+
+def test_layers_that_cannot_run_are_not_measured():
+    spec = TTSpec("tt", (8, 8), (8, 8), (1, 4, 4, 4, 1))
+    dead = replace(spec, ranks=(1, 0, 0, 0, 1))
+    model = nn.ModuleDict(
+        {
+            "meta": TTLinear(spec, 64, 64, device="meta", num_tokens_hint=4),
+            "dead": TTLinear(dead, 64, 64, num_tokens_hint=4),
+        }
+    )
+    report = comera_fx.explain(model, torch.zeros(4, 64), measure=True)
+    assert [layer.measured_seconds for layer in report.compressed] == [None, None]
+    assert report.layers["meta"].predicted_seconds == plan_linear(spec, 4).seconds
+    assert report.layers["dead"].predicted_seconds is None
+    assert "measured" not in repr(report)
+
+
+def test_a_model_that_fails_on_the_example_inputs():
+    with pytest.raises(comera_fx.CaptureError, match="fails on the example_inputs"):
+        comera_fx.explain(optimized(), torch.zeros(3, 3))
+    with pytest.raises(comera_fx.ConfigError, match="cannot be turned into the arguments"):
+        comera_fx.explain(optimized(), 3)
 
 
 def test_figures_of_an_embedding_equal_a_hand_count():
@@ -148,7 +331,8 @@ def test_one_dense_layer_shows_its_figures():
 def test_decomposition_error_is_shown():
     model = nn.Sequential(nn.Linear(16, 16, bias=False))
     nn.init.constant_(model[0].weight, 2.0)
-    result = comera_fx.optimize(model, config=OptimizeConfig(max_rank=1, min_params=1))
+    config = OptimizeConfig(max_rank=1, min_params=1, only_if_faster=False)
+    result = comera_fx.optimize(model, config=config)
     assert comera_fx.explain(result).layers["0"].init_error < 1e-5
     assert repr(comera_fx.explain(result)).splitlines()[1].endswith(" 0.000")
     assert comera_fx.explain(optimized()).layers["fc1"].init_error is None
