@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from comera_fx import ops
 from comera_fx.config import PlanConfig
+from comera_fx.lower.ready import ReadyCalls, is_unobserved
 from comera_fx.spec import TTSpec
 from comera_fx.tt_module import TTModule, replace_data, tt_modules
 
@@ -73,6 +74,7 @@ class TTLinear(TTModule):
         self.plan_config = plan or PlanConfig()
         self.in_features, self.out_features = in_features, out_features
         self.num_tokens_hint = num_tokens_hint
+        self._ready = ReadyCalls()
         self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
         if bias:
@@ -133,11 +135,28 @@ class TTLinear(TTModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + bias``."""
-        run = ops.tt_linear if ops.is_unobserved(input) else torch.ops.comera_fx.tt_linear.default
-        result: Tensor = run(
+        cores = self.effective_cores()
+        bias = self.bias
+        if not is_unobserved(input):
+            return self._run(torch.ops.comera_fx.tt_linear.default, input, cores, bias)
+        result = self._ready.run(input, cores, bias)
+        if result is None:
+            result = self._run(ops.tt_linear, input, cores, bias)
+            spec = self.spec
+            if (spec.in_size, spec.out_size) == (self.in_features, self.out_features) and all(
+                spec.ranks
+            ):
+                settings = {"num_tokens_hint": self.num_tokens_hint, **vars(self.plan_config)}
+                self._ready.add(input, cores, spec, settings)
+        return result
+
+    def _run(
+        self, operator: Any, input: Tensor, cores: list[Tensor], bias: Tensor | None
+    ) -> Tensor:
+        result: Tensor = operator(
             input,
-            self.effective_cores(),
-            self.bias,
+            cores,
+            bias,
             self.layout,
             self.num_in_modes,
             self.in_features,

@@ -17,7 +17,6 @@ from torch import Tensor
 from comera_fx import lower
 from comera_fx.config import Layout, Objective
 from comera_fx.errors import InputError
-from comera_fx.lower.execute import needs_plain_operators
 from comera_fx.spec import TTSpec
 
 _library: Any = torch.library.Library("comera_fx", "DEF")  # type: ignore[no-untyped-call]
@@ -35,6 +34,11 @@ _library.define(
     "tt_dense(Tensor[] cores, str layout, int num_in_modes, int in_features, int out_features) "
     "-> Tensor"
 )
+_library.define(
+    "tt_factors(Tensor[] cores, int num_layers, str layout, int num_in_modes, int in_features, "
+    "int out_features, *, int padded_rank=0) -> Tensor[]"
+)
+_library.define("tt_apply(Tensor x, Tensor[] lefts, Tensor[] rights, Tensor?[] biases) -> Tensor[]")
 
 
 @lru_cache(maxsize=4096)
@@ -62,19 +66,6 @@ def _spec(layout: str, num_in_modes: int, cores: list[Tensor]) -> TTSpec:
         # A tracer may hold sizes as symbols; modes and ranks are never dynamic.
         shapes = tuple(tuple(int(size) for size in shape) for shape in shapes)
     return spec_of(layout, num_in_modes, shapes)
-
-
-def is_unobserved(x: Tensor) -> bool:
-    """Whether nothing looks at single operators, so that a body may be called without its node.
-
-    A call by way of the dispatcher costs about 20 microseconds.
-    """
-    return not (
-        torch.compiler.is_compiling()  # first: dynamo goes no further
-        or needs_plain_operators(x)
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-    )
 
 
 def _is_dead(spec: TTSpec) -> bool:
@@ -301,6 +292,69 @@ def tt_dense(
     return weight[:out_features, :in_features].contiguous()
 
 
+def tt_factors(
+    cores: list[Tensor],
+    num_layers: int,
+    layout: str,
+    num_in_modes: int,
+    in_features: int,
+    out_features: int,
+    *,
+    padded_rank: int = 0,
+) -> list[Tensor]:
+    """Return the factors ``W^T = L R`` of equal-shaped weights, cut at their middle bond.
+
+    The chains of all layers run as one batched product a step.
+
+    Args:
+        cores: Cores of the weights, one layer after another.
+        num_layers: Number of layers.
+        layout: "tt".
+        num_in_modes: How many of the modes of a weight are input modes.
+        in_features: Rows of L; less than the product of the input modes where padded.
+        out_features: Columns of R; likewise.
+        padded_rank: Size to which the middle rank is padded with zeros, if it is smaller.
+
+    Returns:
+        All L, ``(in_features, r)``, then all R, ``(r, out_features)``.
+
+    Source:
+        Oseledets, "Tensor-Train Decomposition", SISC 2011: an unfolding of the tensor at a bond.
+    """
+    assert layout == "tt", "only a weight in layout tt is cut at one bond"
+    _, cores, _ = _autocast(cores[0], cores, None)
+    spec = _spec(layout, num_in_modes, cores[: len(cores) // num_layers])
+    middle = max(padded_rank, spec.ranks[num_in_modes])
+    lefts, rights = lower.factors(cores, spec, num_layers, (in_features, out_features), middle)
+    return [*lefts, *rights]
+
+
+def tt_apply(
+    x: Tensor, lefts: list[Tensor], rights: list[Tensor], biases: list[Tensor | None]
+) -> list[Tensor]:
+    """Return ``(x L) R + b`` of each layer that reads ``x``.
+
+    The left factors stand side by side in one product.
+
+    Args:
+        x: ``(..., in_features)``, of the factors' dtype.
+        lefts: ``(in_features, r)`` of each layer.
+        rights: ``(r, out_features)`` of each layer.
+        biases: ``(out_features,)`` of each layer, or ``None``.
+
+    Returns:
+        ``(..., out_features)`` of each layer.
+
+    Raises:
+        InputError: If the last axis of ``x`` or its dtype does not fit.
+    """
+    x, factors, _ = _autocast(x, [*lefts, *rights], None)
+    lefts, rights = factors[: len(lefts)], factors[len(lefts) :]
+    biases = [bias if bias is None else bias.to(x.dtype) for bias in biases]
+    _check_linear_input(x, lefts, lefts[0].shape[0])
+    return lower.apply_factors(x, lefts, rights, biases)
+
+
 def _register(name: str, body: Any) -> None:
     _library.impl(name, body, "CompositeImplicitAutograd")
     # vmap does not decompose a composite operator of a library by itself.
@@ -310,3 +364,5 @@ def _register(name: str, body: Any) -> None:
 _register("tt_linear", tt_linear)
 _register("tt_embedding", tt_embedding)
 _register("tt_dense", tt_dense)
+_register("tt_factors", tt_factors)
+_register("tt_apply", tt_apply)

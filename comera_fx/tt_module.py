@@ -58,13 +58,15 @@ class TTModule(nn.Module):
             core = torch.empty(shape, device=device, dtype=dtype)
             self.register_parameter(f"core_{k}", nn.Parameter(core))
         self.num_cores = spec.num_cores
+        self._core_names = tuple(f"core_{k}" for k in range(spec.num_cores))
 
     # ---- what is held ----
 
     @property
     def cores(self) -> tuple[nn.Parameter, ...]:
         """The cores, first to last."""
-        return tuple(self._parameters[f"core_{k}"] for k in range(self.num_cores))  # type: ignore[misc]
+        held = self._parameters
+        return tuple([held[name] for name in self._core_names])  # type: ignore[misc]
 
     @property
     def spec(self) -> TTSpec:
@@ -112,6 +114,8 @@ class TTModule(nn.Module):
     def effective_cores(self) -> list[Tensor]:
         """Return the cores with the rank weights multiplied in."""
         cores: list[Tensor] = list(self.cores)
+        if "rank_weight_1" not in self._parameters:
+            return cores
         for k, weight in enumerate(self.rank_weights, start=1):
             live = F.threshold(weight, self.rank_threshold, 0.0).to(cores[k].dtype)
             left, right = cores[k - 1], cores[k]

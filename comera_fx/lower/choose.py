@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -45,6 +46,32 @@ def linear(
         pad_ranks: Whether the plan may pad ranks.
         autotune: Whether the best plans are timed once, where they can be run.
     """
+    program, num_tokens = linear_program(
+        x,
+        cores,
+        spec,
+        num_tokens_hint=num_tokens_hint,
+        objective=objective,
+        memory_limit_bytes=memory_limit_bytes,
+        pad_ranks=pad_ranks,
+        autotune=autotune,
+    )
+    shape = (*x.shape[:-1], spec.out_size)
+    return contract(program, num_tokens, (x, *cores), shape, bias)
+
+
+def linear_program(
+    x: Tensor,
+    cores: Sequence[Tensor],
+    spec: TTSpec,
+    *,
+    num_tokens_hint: int,
+    objective: Objective,
+    memory_limit_bytes: int | None,
+    pad_ranks: bool,
+    autotune: bool,
+) -> tuple[Program, int]:
+    """Return the program that ``linear`` runs, and the number of tokens; arguments are alike."""
     num_tokens = math.prod(x.shape[:-1])
     trains = torch.is_grad_enabled()
     program = _linear_program(
@@ -58,8 +85,7 @@ def linear(
         pad_ranks,
         autotune and not needs_plain_operators(x),
     )
-    shape = (*x.shape[:-1], spec.out_size)
-    return contract(program, num_tokens, (x, *cores), shape, bias)
+    return program, num_tokens
 
 
 def dense(cores: list[Tensor], spec: TTSpec) -> Tensor:

@@ -8,7 +8,7 @@ so that no derivative is ever silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,13 @@ def contract(
     if tracked and not needs_plain_operators(leaves[0]):
         result: Tensor = _Contraction.apply((program, code, num_tokens, shape), bias, *leaves)  # type: ignore[no-untyped-call]
         return result
+    return contract_without_grad(code, num_tokens, leaves, shape, bias)
+
+
+def contract_without_grad(
+    code: Compiled, num_tokens: int, leaves: Sequence[Tensor], shape: Shape, bias: Tensor | None
+) -> Tensor:
+    """Return the forward result by plain operators; arguments as of ``contract``."""
     return _forward(code, num_tokens, leaves, shape, bias)[0]
 
 
@@ -107,3 +114,9 @@ class _Contraction(torch.autograd.Function):
         if ctx.bias_size is not None and ctx.needs_input_grad[1]:
             grad_bias = grad.reshape(-1, ctx.bias_size).sum(0)
         return None, grad_bias, *code.backward(num_tokens, shapes, grad, *kept)
+
+
+# ``Function.apply`` looks for functorch transforms first, which ``needs_plain_operators`` has ruled
+# out; the method below it does the rest.
+contract_directly: Callable[..., Tensor] = super(torch.autograd.Function, _Contraction).apply
+"""``(run, bias, *leaves)``: the contraction inside one autograd node, where no transform is on."""
