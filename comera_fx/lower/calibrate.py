@@ -51,8 +51,9 @@ _CUBE = (256, 256, 256)
 def calibrate(device: str = "cpu", *, seconds: float = 4.0) -> CostModel:
     """Measure the speeds that plans are predicted by, and keep them for this device.
 
-    Plans made afterwards, in this process and in later ones, are made by them. On a CPU they hold
-    for the number of threads that torch uses now.
+    Plans made afterwards, in this process and in later ones, are made by them; layers that have
+    run keep the plans of calls that they have run. On a CPU the speeds hold for the number of
+    threads that torch uses now.
 
     Args:
         device: "cpu" or "cuda", the current one.

@@ -265,16 +265,18 @@ def write_model(model: CostModel, path: Path) -> None:
 def to_text(model: CostModel) -> str:
     """Return a model as JSON with three significant digits, one row of rates a line."""
     values = {name: _rounded(value) for name, value in model.to_dict().items()}
-    planes = values.pop("rates")
-    texts = (",\n   ".join(json.dumps(row) for row in plane) for plane in planes)
-    rates = ",\n".join(f"  [{text}]" for text in texts)
+    del values["rates"]
+    planes = (",\n   ".join(map(_row, plane)) for plane in model.rates)
+    rates = ",\n".join(f"  [{plane}]" for plane in planes)
     head = "".join(f' "{name}": {json.dumps(value)},\n' for name, value in values.items())
     return f'{{\n{head} "rates": [\n{rates}\n ]\n}}\n'
 
 
+def _row(rates: tuple[float, ...]) -> str:
+    return f"[{', '.join(f'{rate:.3g}' for rate in rates)}]"
+
+
 def _rounded(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_rounded(each) for each in value]
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 

@@ -246,7 +246,7 @@ def test_the_model_is_kept_and_later_plans_follow_it(folder):
     assert cost_model("cpu").to_dict() == model.to_dict()
 
 
-def test_layers_that_have_run_take_up_the_new_speeds(folder):
+def test_operators_that_have_run_take_up_the_new_speeds(folder):
     cores = [torch.randn(shape, dtype=torch.float64) for shape in SPEC.core_shapes]
     x = torch.ones(4, 64, dtype=torch.float64)
 

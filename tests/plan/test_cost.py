@@ -122,7 +122,7 @@ def test_round_trip():
 def test_text_has_three_digits_and_one_row_of_rates_a_line():
     text = cost.to_text(replace(MODEL, launch_seconds=1.23456e-6))
     assert json.loads(text)["launch_seconds"] == 1.23e-6
-    assert "\n  [[1.0, 2.0, 3.0],\n   [4.0, 5.0, 6.0],\n   [7.0, 8.0, 9.0]],\n" in text
+    assert "\n  [[1, 2, 3],\n   [4, 5, 6],\n   [7, 8, 9]],\n" in text
     assert from_dict(json.loads(text)).rates == RATES
 
 
