@@ -94,7 +94,8 @@ def test_gradients_are_none_before_every_step():
             return super().forward(x)
 
     ms, repeats = compare(versions_with(Watched(SPEC, CORES)), only, data(), repeats=2)
-    assert held == [None] * (1 + SPEC.num_cores) * 4  # the check, an unmeasured turn, two turns
+    num_steps = 1 + 2 * 3  # the check, then an unmeasured and two measured turns of two steps
+    assert held == [None] * (1 + SPEC.num_cores) * num_steps
     assert (list(ms), repeats) == (["dense", "other"], 2)
 
 
