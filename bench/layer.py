@@ -60,10 +60,9 @@ def measure(workload: Workload, names: list[str], repeats: int | None = None) ->
 
 
 def predicted_ms(workload: Workload) -> float | None:
-    """Return the milliseconds that the plan promises for forward and backward, if it does."""
+    """Return the milliseconds that the plan promises for forward and backward, if it trains."""
     plan = plan_linear(workload.spec, workload.num_tokens, PLAN.objective)
-    seconds = getattr(plan, "seconds", None)
-    return round(1e3 * seconds, 4) if seconds is not None and workload.trains else None
+    return round(1e3 * plan.seconds, 4) if workload.trains else None
 
 
 def _only(layers: list[nn.Module]) -> nn.Module:

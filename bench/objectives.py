@@ -41,7 +41,7 @@ def row_for(workload: Workload, repeats: int = 20) -> Row:
         repeats,
         prepare=lambda name: clear_grads(layers[name], data),
     )
-    by_time, by_flops = plan_linear(spec, num_tokens, "time"), plan_linear(spec, num_tokens)
+    by_time, by_flops = (plan_linear(spec, num_tokens, each) for each in ("time", "flops"))
     return {
         "layer": workload.name,
         "ranks": "x".join(map(str, spec.ranks)),

@@ -72,7 +72,7 @@ class PlanConfig:
 
     Args:
         objective: What is minimised: the predicted ``"time"`` of forward and backward, their
-            ``"flops"``, or the ``"memory"``, the bytes saved for backward, then the peak.
+            ``"flops"``, or the ``"memory"``: the bytes saved for backward and the peak, added up.
         memory_limit_bytes: Plans of linear layers whose peak is above this are refused;
             ``None`` is no limit.
         pad_ranks: Whether plans for ``"time"`` may pad ranks with zeros, inside the plan, to

@@ -51,12 +51,17 @@ def measure_layers(model: nn.Module, num_tokens: Mapping[str, int]) -> dict[str,
 
 def _measure(layer: TTLinear, num_tokens: int) -> Measured:
     # Whatever the caller's mode, what is timed is training.
-    with torch.inference_mode(False), torch.enable_grad():
+    device_type = layer.cores[0].device.type
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device_type, enabled=False),
+    ):
         runs = {
             "tt": _both_ways(_copy(layer), num_tokens),
             "dense": _both_ways(_dense(layer), num_tokens),
         }
-        times = medians(runs, layer.cores[0].device.type, seconds=SECONDS)
+        times = medians(runs, device_type, seconds=SECONDS)
     return Measured(times["tt"], times["dense"])
 
 

@@ -139,15 +139,14 @@ class TTLinear(TTModule):
         bias = self.bias
         if not is_unobserved(input):
             return self._run(torch.ops.comera_fx.tt_linear.default, input, cores, bias)
-        result = self._ready.run(input, cores, bias)
+        result = self._ready.run(input, cores, bias, self.plan_config)
         if result is None:
             result = self._run(ops.tt_linear, input, cores, bias)
             spec = self.spec
             if (spec.in_size, spec.out_size) == (self.in_features, self.out_features) and all(
                 spec.ranks
             ):
-                settings = {"num_tokens_hint": self.num_tokens_hint, **vars(self.plan_config)}
-                self._ready.add(input, cores, spec, settings)
+                self._ready.add(input, cores, spec, self.plan_config)
         return result
 
     def _run(

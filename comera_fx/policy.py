@@ -118,7 +118,7 @@ def cost_reason(
         return None
     weight = candidate.module.weight
     assert isinstance(weight, nn.Parameter), "structural reasons come first"
-    reason = _limit_reason(spec, num_tokens, weight.element_size(), config.plan)
+    reason = _limit_reason(spec, num_tokens, weight, config.plan)
     if reason is None and config.only_if_faster and not named:
         reason = _objective_reason(candidate, spec, num_tokens, weight, config.plan)
     return reason
@@ -183,20 +183,14 @@ def _wish_reason(candidate: Candidate, config: OptimizeConfig) -> Reason | None:
 
 
 def _limit_reason(
-    spec: TTSpec, num_tokens: int, itemsize: int, config: PlanConfig
+    spec: TTSpec, num_tokens: int, weight: nn.Parameter, config: PlanConfig
 ) -> Reason | None:
     """The limit must hold for the plan that runs, which serves more tokens than were seen."""
     if config.memory_limit_bytes is None:
         return None
     planned_tokens = bucket_tokens(num_tokens)
     try:
-        plan_linear(
-            spec,
-            planned_tokens,
-            config.objective,
-            memory_limit_bytes=config.memory_limit_bytes,
-            itemsize=itemsize,
-        )
+        _plan(spec, planned_tokens, weight, config, config.memory_limit_bytes)
     except PlanError as error:
         return f"no plan for {planned_tokens:,} tokens is within memory_limit_bytes", error.expected
     return None
@@ -213,14 +207,7 @@ def _objective_reason(
     candidate: Candidate, spec: TTSpec, num_tokens: int, weight: nn.Parameter, config: PlanConfig
 ) -> Reason | None:
     """Compare what is minimised with the dense layer's, which has no padding."""
-    planned = plan_linear(
-        spec,
-        num_tokens,
-        config.objective,
-        pad_ranks=config.pad_ranks,
-        itemsize=weight.element_size(),
-        device_type=weight.device.type,
-    )
+    planned = _plan(spec, num_tokens, weight, config, None)
     ours, dense = _compared(planned, candidate.sizes, config.objective)
     if ours <= dense:
         return None
@@ -229,6 +216,21 @@ def _objective_reason(
         figures = f"{1e3 * ours:.3f} ms > {1e3 * dense:.3f} ms"
     tokens = f"{num_tokens:,} token{'s' * (num_tokens != 1)}"
     return f"{_WORSE[config.objective]} at {tokens}", figures
+
+
+def _plan(
+    spec: TTSpec, num_tokens: int, weight: nn.Parameter, config: PlanConfig, limit: int | None
+) -> Plan:
+    """Return the plan that a layer in place of a dense one with this weight would run."""
+    return plan_linear(
+        spec,
+        num_tokens,
+        config.objective,
+        memory_limit_bytes=limit,
+        pad_ranks=config.pad_ranks,
+        itemsize=weight.element_size(),
+        device_type=weight.device.type,
+    )
 
 
 def _compared(plan: Plan, sizes: tuple[int, int], objective: Objective) -> tuple[float, float]:

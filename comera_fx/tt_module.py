@@ -66,7 +66,10 @@ class TTModule(nn.Module):
     def cores(self) -> tuple[nn.Parameter, ...]:
         """The cores, first to last."""
         held = self._parameters
-        return tuple([held[name] for name in self._core_names])  # type: ignore[misc]
+        try:
+            return tuple([held[name] for name in self._core_names])  # type: ignore[misc]
+        except KeyError:  # a parametrization holds it, or a replica that has no parameters
+            return tuple([getattr(self, name) for name in self._core_names])
 
     @property
     def spec(self) -> TTSpec:

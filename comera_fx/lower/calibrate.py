@@ -35,6 +35,7 @@ from comera_fx.plan.cost import (
     write_model,
 )
 from comera_fx.plan.linear import plan_linear, rank_plans
+from comera_fx.plan.shared import joint_saving, plan_shared
 
 LEAST_BUSY = 0.05
 """Least time of a product above that of a bare call, in such calls: below, it is noise."""
@@ -85,7 +86,7 @@ def calibrate(device: str = "cpu", *, seconds: float = 4.0) -> CostModel:
 
 def forget_plans() -> None:
     """Have plans made anew, by the speeds that are found now."""
-    for cached in (cost_model, rank_plans, choose._linear_program):
+    for cached in (cost_model, rank_plans, plan_shared, joint_saving, choose._linear_program):
         cached.cache_clear()
 
 
@@ -169,11 +170,15 @@ def _refuse_if_busy(rounds: Rounds) -> None:
     if together[worst] > BUSY * alone[worst]:
         raise ConfigError(
             "the machine is too busy to be measured",
-            got=f"{' '.join(map(str, worst))}: {1e3 * together[worst]:.3f} ms with {threads} "
-            f"threads, {1e3 * alone[worst]:.3f} ms with one",
+            got=f"{' '.join(map(str, worst))}: {_shown(together[worst])} with {threads} threads, "
+            f"{_shown(alone[worst])} with one",
             expected="threads that gain time, as they do where nothing else runs",
             mend="run it again when less is running, or with fewer threads",
         )
+
+
+def _shown(seconds: float) -> str:
+    return "too long to be run" if seconds == float("inf") else f"{1e3 * seconds:.3f} ms"
 
 
 def model_of(device: str, times: Mapping[Key, float]) -> CostModel:
@@ -191,7 +196,8 @@ def model_of(device: str, times: Mapping[Key, float]) -> CostModel:
     tile, ragged_tile = fit_tile(
         [{n: busy(("tall", m, n, k)) for n in (*ANCHORS, *COLUMNS)} for m, k in TALL]
     )
-    seconds_copied = sum(busy(("copy", *shape)) for shape in COPIED)
+    seconds_copied = sum(busy(("copy", number)) for number in range(len(COPIED)))
+    numbers_copied = sum(prod(sizes) for sizes, _ in COPIED)
     name = device_name(device)
     assert name is not None, "checked before anything was measured"
     launch = times["launch",]
@@ -205,7 +211,7 @@ def model_of(device: str, times: Mapping[Key, float]) -> CostModel:
         tile=tile,
         ragged_tile=ragged_tile,
         bytes_per_second=2 * FLOAT32_BYTES * SIDES[-1] ** 2 / busy(("stream",)),
-        copied_bytes_per_second=FLOAT32_BYTES * sum(map(prod, COPIED)) / seconds_copied,
+        copied_bytes_per_second=FLOAT32_BYTES * numbers_copied / seconds_copied,
     )
     return _with_calls(model, device, times)
 

@@ -45,10 +45,10 @@ def contract(
     if tracked and not needs_plain_operators(leaves[0]):
         result: Tensor = _Contraction.apply((program, code, num_tokens, shape), bias, *leaves)  # type: ignore[no-untyped-call]
         return result
-    return contract_without_grad(code, num_tokens, leaves, shape, bias)
+    return contract_by_operators(code, num_tokens, leaves, shape, bias)
 
 
-def contract_without_grad(
+def contract_by_operators(
     code: Compiled, num_tokens: int, leaves: Sequence[Tensor], shape: Shape, bias: Tensor | None
 ) -> Tensor:
     """Return the forward result by plain operators; arguments as of ``contract``."""
@@ -56,12 +56,16 @@ def contract_without_grad(
 
 
 def needs_plain_operators(tensor: Tensor) -> bool:
-    """Whether something looks at single operators: a transform, a tracer, forward-mode."""
+    """Whether something looks at single operators: a transform, a tracer, forward-mode.
+
+    Complex numbers too: the products of the backward pass do not conjugate.
+    """
     return (
         type(tensor) not in (Tensor, torch.nn.Parameter)
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch.compiler.is_compiling()
+        or tensor.is_complex()
     )
 
 

@@ -31,8 +31,13 @@ CALLS = {"cpu": 5, "cuda": 20}
 TALL = ((1024, 768), (4096, 256))
 """Rows of the result, and length of the sums, of the products whose columns vary."""
 
-COPIED = ((512, 96, 8), (2048, 12, 64), (1024, 8, 240))
-"""Shapes of activations whose last two axes are swapped."""
+COPIED = (
+    ((512, 96, 8), (0, 2, 1)),
+    ((512, 12, 64), (0, 2, 1)),
+    ((768, 512), (1, 0)),
+    ((12, 8, 8, 512), (3, 0, 1, 2)),
+)
+"""Shapes of activations, and how axes are permuted: within a token, or the tokens to the front."""
 
 TINY_TOKENS = 8
 TINY = (
@@ -87,15 +92,15 @@ def make_runs(device: str) -> dict[Key, Run]:
     """Return everything to run: ``launch``, ``stream``, layers, copies, products."""
     runs: dict[Key, Run] = {}
     size = SIDES[-1] ** 2
-    left, right = (torch.full((size,), 0.5, device=device) for _ in range(2))
-    small = torch.full((16,), 0.5, device=device)
+    left, right = (_halves((size,), device) for _ in range(2))
+    small = _halves((16,), device)
     runs["launch",] = lambda: torch.mm(small.view(4, 4), small.view(4, 4))
     runs["stream",] = lambda: right.copy_(left)
     for number, spec in enumerate(TINY):
         runs["layer", number] = _layer(spec, device)
         runs["dense", number] = _dense(spec, device)
-    for shape in COPIED:
-        runs["copy", *shape] = _copy(left, shape)
+    for number, (sizes, axes) in enumerate(COPIED):
+        runs["copy", number] = _copy(left, sizes, axes)
     for m, k in TALL:
         for n in (*ANCHORS, *COLUMNS):
             runs["tall", m, n, k] = _product(left, right, (m, n, k))
@@ -112,15 +117,19 @@ def shape_of(key: Key) -> Shape | None:
     return None
 
 
+def _halves(shape: tuple[int, ...], device: str) -> Tensor:
+    """Rates are kept as those of float32, whatever the caller's default."""
+    return torch.full(shape, 0.5, device=device, dtype=torch.float32)
+
+
 def _product(left: Tensor, right: Tensor, shape: Shape) -> Callable[[], Tensor]:
     m, n, k = shape
     a, b = left[: m * k].view(m, k), right[: k * n].view(k, n)
     return lambda: torch.mm(a, b)
 
 
-def _copy(source: Tensor, shape: Shape) -> Callable[[], Tensor]:
-    view = source[: prod(shape)].view(shape).permute(0, 2, 1)
-    return lambda: view.reshape(shape[0], -1)
+def _copy(source: Tensor, sizes: tuple[int, ...], axes: tuple[int, ...]) -> Callable[[], Tensor]:
+    return source[: prod(sizes)].view(sizes).permute(axes).contiguous
 
 
 class _TinyLayer(nn.Module):
@@ -129,18 +138,19 @@ class _TinyLayer(nn.Module):
     def __init__(self, spec: TTSpec, device: str) -> None:
         super().__init__()
         self.spec = spec
-        full = (torch.full(shape, 0.5, device=device) for shape in spec.core_shapes)
+        full = (_halves(shape, device) for shape in spec.core_shapes)
         self.cores = [core.requires_grad_() for core in full]
-        self.bias = torch.full((spec.out_size,), 0.5, device=device).requires_grad_()
-        self.ready = ReadyCalls()
+        self.bias = _halves((spec.out_size,), device).requires_grad_()
+        self.ready, self.config = ReadyCalls(), PlanConfig()
 
     def forward(self, x: Tensor) -> Tensor:
-        result = self.ready.run(x, list(self.cores), self.bias) if is_unobserved(x) else None
+        held = x, list(self.cores), self.bias
+        result = self.ready.run(*held, self.config) if is_unobserved(x) else None
         if result is not None:
             return result
-        settings = {"num_tokens_hint": TINY_TOKENS, **vars(PlanConfig())}
-        self.ready.add(x, self.cores, self.spec, settings)
-        return choose.linear(x, self.cores, self.bias, self.spec, **settings)
+        self.ready.add(x, self.cores, self.spec, self.config)
+        settings = {"num_tokens_hint": TINY_TOKENS, **vars(self.config)}
+        return choose.linear(*held, self.spec, **settings)
 
 
 def _layer(spec: TTSpec, device: str) -> Callable[[], object]:
@@ -150,7 +160,7 @@ def _layer(spec: TTSpec, device: str) -> Callable[[], object]:
 
 def _dense(spec: TTSpec, device: str) -> Callable[[], object]:
     shapes = (spec.out_size, spec.in_size), (spec.out_size,)
-    weight, bias = (torch.full(shape, 0.5, device=device).requires_grad_() for shape in shapes)
+    weight, bias = (_halves(shape, device).requires_grad_() for shape in shapes)
     return _both_ways(lambda x: F.linear(x, weight, bias), [weight, bias], spec, device)
 
 
@@ -158,10 +168,7 @@ def _both_ways(
     layer: Callable[[Tensor], Tensor], params: Iterable[Tensor], spec: TTSpec, device: str
 ) -> Callable[[], object]:
     """Forward and backward of a layer, every gradient wanted."""
-    x, grad = (
-        torch.full((TINY_TOKENS, size), 0.5, device=device)
-        for size in (spec.in_size, spec.out_size)
-    )
+    x, grad = (_halves((TINY_TOKENS, size), device) for size in (spec.in_size, spec.out_size))
     wanted = [x.requires_grad_(), *params]
 
     def run() -> object:

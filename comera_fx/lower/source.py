@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from comera_fx.plan.program import Op, Pad, Product, Program, Read, Slice
+from comera_fx.plan.operations import Op, Pad, Product, Read, Slice
+from comera_fx.plan.program import Program
 
 
 class Compiled(NamedTuple):
@@ -169,10 +170,11 @@ class _Writer:
     def _final(self, read: Read, shape: str) -> str:
         """Write a result in the shape that ``shape`` names at run time."""
         if read.narrowed is None:
-            text = self._name(read.slot)
-            if read.axes is not None:
-                text += f".view({self._sizes(read.shape)}).{self._permuted(read.axes)}"
-            return f"{text}.reshape({shape})"
+            if read.axes is None:
+                return f"{self._name(read.slot)}.reshape({shape})"
+            # Contiguous, as results of dense layers are: to reshape may leave it permuted.
+            permuted = f"{self._sizes(read.shape)}).{self._permuted(read.axes)}"
+            return f"{self._name(read.slot)}.view({permuted}.contiguous().view({shape})"
         text = self._view(read)
         for axis, (size, left) in enumerate(
             zip(read.final, read.narrowed, strict=True), start=bool(self.num_layers)

@@ -19,7 +19,7 @@ from comera_fx.plan.networks import Network, linear_network
 from comera_fx.plan.picture import TO, short_number
 from comera_fx.plan.plan import Plan
 from comera_fx.plan.program import make_program
-from comera_fx.plan.search import SsaPath, find_path, two_sided_path
+from comera_fx.plan.search import core_by_core_path, find_path, two_sided_path
 from comera_fx.plan.steps import make_steps
 from comera_fx.spec import TTSpec
 
@@ -133,14 +133,9 @@ def _fixed_path(plan: Plan) -> Way:
         path = two_sided_path(len(spec.in_modes), len(spec.out_modes))
         detail = "input cores, output cores, then x with both"
     else:
-        path = _one_by_one(spec.num_cores)
+        path = core_by_core_path(spec.num_cores)
         detail = "x with the cores, one after the other"
     return _way("fixed path", replace(plan, path=path), detail)
-
-
-def _one_by_one(num_cores: int) -> SsaPath:
-    made = (0, *(num_cores + 1 + number for number in range(num_cores - 1)))
-    return tuple((tensor, core) for core, tensor in enumerate(made, start=1))
 
 
 def _vjp_per_core(plan: Plan) -> Way:

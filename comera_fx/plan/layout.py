@@ -73,7 +73,10 @@ class Layout:
 
 
 def best_layout(network: Network, steps: Steps, itemsize: int, costs: CostModel) -> Layout:
-    """Return the fastest layout found: each step at its best, then one step changed at a time."""
+    """Return the fastest layout found: each step at its best, then one step changed at a time.
+
+    Where a step still copies, the one that made what it reads is changed together with a reader.
+    """
     search = _Search(network, steps, itemsize, costs)
     best = search.lay_out()
     if best.copied == 0 and all(a.kind == "mm" for a in best.arrangements):
@@ -87,6 +90,22 @@ def best_layout(network: Network, steps: Steps, itemsize: int, costs: CostModel)
                     best = other
         if best is before:
             break
+    return _with_pairs_changed(search, best) if best.copied else best
+
+
+def _with_pairs_changed(search: _Search, best: Layout) -> Layout:
+    """Change two steps at once: another order of a result may pay only for another reader."""
+    for k in range(len(best.arrangements)):
+        readers = search.readers(k)
+        if not any(best.arrangements[reader].copied for reader in readers):
+            continue
+        for arrangement in search.alternatives(k, best):
+            tried = search.change(best, k, arrangement, limit=float("inf"))
+            for reader in readers:
+                for other in search.alternatives(reader, tried):
+                    both = search.change(tried, reader, other, limit=best.seconds)
+                    if both.seconds < best.seconds:
+                        best = both
     return best
 
 
@@ -108,19 +127,27 @@ class _Search:
         chosen = layout.arrangements[k]
         return [a for a in self._options(k, layout.orders) if a is not chosen]
 
-    def change(self, layout: Layout, k: int, arrangement: Arrangement) -> Layout:
+    def readers(self, k: int) -> list[int]:
+        """Return the steps that read the result of step ``k``."""
+        name = self.steps[k].out.name
+        later = range(k + 1, len(self.steps))
+        return [j for j in later if name in (self.steps[j].left.name, self.steps[j].right.name)]
+
+    def change(
+        self, layout: Layout, k: int, arrangement: Arrangement, *, limit: float | None = None
+    ) -> Layout:
         """Return a layout with another step ``k``; later steps keep their form where they can.
 
-        Gives up where the time exceeds that of ``layout``; the result's is then above it too.
+        Gives up where the time exceeds the limit, that of ``layout`` if none is given; the
+        result's is then above it too.
         """
         before = layout.arrangements[:k]
         orders = dict(self.given)
         for step, earlier in zip(self.steps, before, strict=False):
             orders[step.out.name] = earlier.out
         orders[self.steps[k].out.name] = arrangement.out
-        return self._extend(
-            orders, [*before, arrangement], layout.arrangements[k + 1 :], layout.seconds
-        )
+        limit = layout.seconds if limit is None else limit
+        return self._extend(orders, [*before, arrangement], layout.arrangements[k + 1 :], limit)
 
     def _extend(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from comera_fx.config import Objective
+from comera_fx.config import Objective, PlanConfig
 from comera_fx.errors import PlanError
 from comera_fx.plan.cost import CostModel, cost_model
 from comera_fx.plan.networks import TOKENS, Network, linear_network
@@ -52,17 +52,20 @@ def plan_linear(
         The plan; equal arguments give the same object.
 
     Raises:
-        PlanError: If no plan stays below the limit.
+        PlanError: If no plan stays below the limit, or an argument is no layer's.
+        ConfigError: If a setting is none of ``PlanConfig``.
 
     Example:
         >>> spec = TTSpec("tt", (12, 8, 8), (8, 8, 12), (1, 12, 30, 30, 30, 12, 1))
         >>> plan_linear(spec, 4096, "flops").flops_forward // 2
         190195200
     """
+    _check(spec, num_tokens, itemsize)
+    config = PlanConfig(objective, memory_limit_bytes, pad_ranks)
     return rank_plans(
         spec,
         num_tokens,
-        objective,
+        config.objective,
         needs_input_grad,
         needs_core_grad,
         memory_limit_bytes=memory_limit_bytes,
@@ -70,6 +73,30 @@ def plan_linear(
         itemsize=itemsize,
         device_type=device_type,
     )[0]
+
+
+def _check(spec: object, num_tokens: object, itemsize: object) -> None:
+    if not isinstance(spec, TTSpec) or 0 in spec.ranks:
+        raise PlanError(
+            "there is nothing to plan",
+            got=repr(spec),
+            expected="a TTSpec whose ranks are positive",
+            mend="write TTSpec('tt', (8, 8), (8, 8), (1, 8, 16, 8, 1))",
+        )
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise PlanError(
+            "a plan needs at least one token",
+            got=f"num_tokens={num_tokens!r}",
+            expected="an int, num_tokens >= 1",
+            mend="give the number of rows of the layer's input",
+        )
+    if itemsize not in (1, 2, 4, 8, 16):
+        raise PlanError(
+            "numbers have no such size",
+            got=f"itemsize={itemsize!r}",
+            expected="1, 2, 4, 8 or 16 bytes",
+            mend="give dtype.itemsize, 4 for float32",
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -85,14 +112,7 @@ def rank_plans(
     itemsize: int,
     device_type: str,
 ) -> Sequence[Plan]:
-    """Return the candidate plans, best first; arguments and errors as of ``plan_linear``."""
-    if num_tokens < 1:
-        raise PlanError(
-            "a plan needs at least one token",
-            got=f"num_tokens={num_tokens}",
-            expected="num_tokens >= 1",
-            mend="give the number of rows of the layer's input",
-        )
+    """Return the candidate plans, best first; arguments and limit as of ``plan_linear``."""
     costs = cost_model(device_type)
     network = linear_network(spec, num_tokens)
     recompute = _RECOMPUTE[objective]

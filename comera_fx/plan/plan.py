@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def dense_flops_forward(self) -> int:
-        """The dense layer's operations forward."""
+        """The operations forward of a dense layer of the modes' sizes, padding counted."""
         return 2 * self.num_tokens * self.spec.in_size * self.spec.out_size
 
     @property

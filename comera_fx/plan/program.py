@@ -14,7 +14,9 @@ from typing import Literal
 
 from comera_fx.plan.cost import CostModel
 from comera_fx.plan.layout import Arrangement, Layout, Order, best_layout, drop
+from comera_fx.plan.liveness import needed_for, peak_bytes, with_frees
 from comera_fx.plan.networks import TOKENS, Network
+from comera_fx.plan.operations import FoldedBias, Op, Pad, Product, Read, Slice
 from comera_fx.plan.search import SsaPath
 from comera_fx.plan.steps import Message, Step, Steps, make_steps
 
@@ -23,99 +25,6 @@ Recompute = Literal["none", "cheap", "all"]
 
 CHEAP = 0.01
 """Share of a program's time up to which making its weight-only messages again is cheap."""
-
-
-@dataclass(frozen=True)
-class Read:
-    """How a stored tensor is read, as a matrix, a batch of matrices, or in its final shape.
-
-    Args:
-        slot: Which tensor.
-        shape: Shape to read it in; with ``axes``, the shape before permuting.
-        axes: Permutation that costs a copy, or ``None`` for a view.
-        final: Shape after the permutation; equals ``shape`` for a view.
-        transposed: Whether the last two axes are then swapped, which costs nothing.
-        repeated: Size of a batch that reads this one matrix; 0 where there is none.
-        narrowed: Shape that is left of ``final`` once padding is cut off; ``None`` for all.
-    """
-
-    slot: int
-    shape: tuple[int, ...]
-    axes: tuple[int, ...] | None
-    final: tuple[int, ...]
-    transposed: bool = False
-    repeated: int = 0
-    narrowed: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Product:
-    """``out = left @ right``; afterwards the tensors in ``free`` are read no more."""
-
-    out: int
-    left: Read
-    right: Read
-    batched: bool = False
-    free: tuple[int, ...] = ()
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Slots that are read."""
-        return self.left.slot, self.right.slot
-
-    @property
-    def copied_slots(self) -> tuple[int, ...]:
-        """Slots whose reads make a copy."""
-        return tuple(read.slot for read in (self.left, self.right) if read.axes is not None)
-
-
-@dataclass(frozen=True)
-class Pad:
-    """``out = source``, read in ``shape`` and padded with zeros to ``final``."""
-
-    out: int
-    source: int
-    shape: tuple[int, ...]
-    final: tuple[int, ...]
-    free: tuple[int, ...] = ()
-    copied_slots: tuple[int, ...] = ()
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Slots that are read."""
-        return (self.source,)
-
-
-Op = Product | Pad
-
-
-@dataclass(frozen=True)
-class Slice:
-    """One entry along an axis of a matrix: slot, the shape to read it in, and which."""
-
-    slot: int
-    shape: tuple[int, int]
-    axis: int
-    entry: int
-
-
-@dataclass(frozen=True)
-class FoldedBias:
-    """A bias that padding leaves room for in the last forward product.
-
-    With ones in an unused column of its left operand and the bias in that row of its right one,
-    the product adds the bias, and the right operand's gradient holds the bias' in that row. Both
-    cost nothing; what they leave elsewhere meets zeros of the padding, and is cut off with it.
-
-    Args:
-        ones: The column of the left operand.
-        bias: The row of the right operand.
-        gradient: The row of the right operand's gradient.
-    """
-
-    ones: Slice
-    bias: Slice
-    gradient: Slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,8 +149,8 @@ class _Assembler:
         saved = [slot for slot in read if slot not in {op.out for op in again}]
         kept = self._kept(saved, again, made)
         wanted = {g.slot for g in gradients if g is not None}
-        forward = _with_frees(made, keep={*kept, result.slot})
-        backward = _with_frees([*again, *products[num_forward:]], keep=wanted)
+        forward = with_frees(made, keep={*kept, result.slot})
+        backward = with_frees([*again, *products[num_forward:]], keep=wanted)
         return Program(
             names=tuple(self.names),
             forward=forward,
@@ -251,9 +160,9 @@ class _Assembler:
             backward=backward,
             gradients=tuple(gradients),
             kept=kept,
-            recompute=_needed_for({s for s in kept if s >= num_leaves}, made),
+            recompute=needed_for({s for s in kept if s >= num_leaves}, made),
             num_leaves=num_leaves,
-            peak_bytes=self._peak(forward, backward, kept),
+            peak_bytes=peak_bytes(forward, backward, kept, self._all_bytes(), num_leaves),
             saved_bytes=sum(self._bytes(slot) for slot in kept),
             copied_bytes=self.layout.copied * self.itemsize,
             recomputed=len(again),
@@ -274,7 +183,7 @@ class _Assembler:
         has_tokens = any(TOKENS in indices for indices in self.network.indices)
         if recompute == "none" or not weight_only or not has_tokens:
             return ()
-        again = _needed_for(weight_only, made)
+        again = needed_for(weight_only, made)
         if recompute == "cheap" and self._seconds_of(again) > CHEAP * self._seconds():
             return ()
         return again
@@ -284,7 +193,7 @@ class _Assembler:
     ) -> tuple[int, ...]:
         """Return leaves, then messages; the leaves are also those that messages are made of."""
         num_leaves = len(self.network.names)
-        needed = (*again, *_needed_for(set(saved), made))
+        needed = (*again, *needed_for(set(saved), made))
         read = {*saved, *(slot for op in needed for slot in op.reads)}
         leaves = sorted(slot for slot in read if slot < num_leaves)
         return (*leaves, *(slot for slot in saved if slot >= num_leaves))
@@ -360,13 +269,18 @@ class _Assembler:
         factor = prod(self.size_of[i] for i in indices if i != TOKENS)
         return -factor if TOKENS in indices else factor
 
+    def _last(self) -> tuple[Step, Arrangement, Message, Message]:
+        """Return the last forward step, how it runs, and its operands in that order."""
+        number = len(self.steps.forward) - 1
+        step, arrangement = self.steps.forward[number], self.layout.arrangements[number]
+        operands = (step.left, step.right)
+        return step, arrangement, *(operands[::-1] if arrangement.swapped else operands)
+
     def _bias_fits(self) -> bool:
         """Whether the last product is (tokens, all output modes), as it is handed out."""
         if not self.steps.forward:
             return False
-        number = len(self.steps.forward) - 1
-        step, arrangement = self.steps.forward[number], self.layout.arrangements[number]
-        first = step.right if arrangement.swapped else step.left
+        step, arrangement, first, _ = self._last()
         rows = drop(self.layout.orders[first.name], frozenset(arrangement.contracted))
         stored = self.layout.orders[step.out.name]
         in_order = stored == self.network.target_indices
@@ -375,10 +289,8 @@ class _Assembler:
     def _folded_bias(self) -> FoldedBias | None:
         if not self._bias_fits():
             return None
-        number = len(self.steps.forward) - 1
-        step, arrangement = self.steps.forward[number], self.layout.arrangements[number]
-        swap, bond = arrangement.swapped, arrangement.contracted
-        left, right = (step.right, step.left) if swap else (step.left, step.right)
+        _, arrangement, left, right = self._last()
+        bond = arrangement.contracted
         gradient = next(
             (s.out for s in self.steps.backward if {s.left, s.right} == {self.steps.target, left}),
             None,
@@ -428,38 +340,5 @@ class _Assembler:
             return 0
         return self._bytes_of(order)
 
-    def _peak(self, forward: Sequence[Op], backward: Sequence[Op], kept: Sequence[int]) -> int:
-        num_leaves = len(self.network.names)
-        bytes_of = [self._bytes(slot) for slot in range(len(self.names))]
-        peak = 0
-        # What is given and what autograd holds stays alive to the end of its phase.
-        for phase, held in ((forward, set(range(num_leaves))), (backward, {*kept, num_leaves})):
-            alive = set(held)
-            peak = max(peak, sum(bytes_of[slot] for slot in alive))
-            for op in phase:
-                alive.add(op.out)
-                copies = sum(bytes_of[slot] for slot in op.copied_slots)
-                peak = max(peak, copies + sum(bytes_of[slot] for slot in alive))
-                alive -= set(op.free) - held
-        return peak
-
-
-def _needed_for(slots: Iterable[int], ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The operations, in order, that make ``slots`` and all that these are made of."""
-    wanted, needed = set(slots), []
-    for op in reversed(ops):
-        if op.out in wanted:
-            needed.append(op)
-            wanted.update(op.reads)
-    return tuple(reversed(needed))
-
-
-def _with_frees(ops: Sequence[Op], keep: set[int]) -> tuple[Op, ...]:
-    """Note on each operation which tensors nothing after it reads."""
-    freed: list[Op] = []
-    read_later = set(keep)
-    for op in reversed(ops):
-        reads = set(op.reads)
-        freed.append(replace(op, free=tuple(sorted(reads - read_later))))
-        read_later |= reads
-    return tuple(reversed(freed))
+    def _all_bytes(self) -> list[int]:
+        return [self._bytes(slot) for slot in range(len(self.names))]

@@ -45,8 +45,6 @@ def test_the_plan_s_promise_is_told_where_it_makes_one(monkeypatch):
     monkeypatch.setattr(layer, "plan_linear", lambda *args: Promise())
     assert predicted_ms(tiny()) == 2.5
     assert predicted_ms(tiny(trains=False)) is None
-    monkeypatch.setattr(layer, "plan_linear", lambda *args: object())
-    assert predicted_ms(tiny()) is None
 
 
 def test_one_command_measures_prints_and_appends(monkeypatch, capsys, tmp_path):

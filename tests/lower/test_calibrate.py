@@ -65,8 +65,8 @@ def times_of(machine: CostModel) -> dict[probes.Key, float]:
     """What the machine takes for everything that is run."""
     times: dict[probes.Key, float] = {("launch",): machine.launch_seconds}
     times["stream",] = BARE + 2 * 4 * SIDES[-1] ** 2 / machine.bytes_per_second
-    for shape in COPIED:
-        times["copy", *shape] = BARE + 4 * prod(shape) / machine.copied_bytes_per_second
+    for number, (sizes, _) in enumerate(COPIED):
+        times["copy", number] = BARE + 4 * prod(sizes) / machine.copied_bytes_per_second
     for (m, k), n in product(TALL, (*ANCHORS, *COLUMNS)):
         worth = machine._whole_columns(n)
         times["tall", m, n, k] = BARE + 1e-7 * m * worth * k
@@ -378,10 +378,20 @@ def test_a_busy_machine_is_refused(monkeypatch, key):
     assert set(threads) == {1}
     assert torch.get_num_threads() == 2
     del rounds.times[256, 256, 256]  # held up so long that it was left out
-    with pytest.raises(ConfigError, match="too busy"):
+    with pytest.raises(ConfigError, match="256 256 256: too long to be run with 2 threads"):
         module._refuse_if_busy(rounds)
 
 
 def test_one_thread_waits_for_no_other(monkeypatch):
     monkeypatch.setattr(module, "fastest", lambda *args: pytest.fail("nothing is to run"))
     module._refuse_if_busy(Rounds({}, "cpu", 1.0))
+
+
+def test_rates_are_those_of_float32_whatever_the_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        runs = make_runs("cpu")
+        found = {result.dtype for run in runs.values() if isinstance(result := run(), torch.Tensor)}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == {torch.float32}

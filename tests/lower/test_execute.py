@@ -1,6 +1,9 @@
 """Programs as they run: source text, padding, folded bias, recomputation, derivatives."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -46,6 +49,7 @@ def check(plan, num_tokens, recompute):
     found = contract(plan.program, num_tokens, (x, *cores), (num_tokens, plan.spec.out_size), bias)
     wanted = torch.nn.functional.linear(x, to_dense(cores, plan.spec), bias)
     torch.testing.assert_close(found, wanted)
+    assert found.is_contiguous()
     grad = torch.cos(wanted.detach())
     torch.testing.assert_close(
         torch.autograd.grad(found, [x, *cores, bias], grad),
@@ -159,7 +163,36 @@ def test_unwanted_gradients_are_not_computed():
     assert [core.grad is not None for core in layer.cores] == [True, *(False,) * 5]
 
 
-def test_the_source_is_the_same_every_time():
-    program = plan_linear(PAPER, 512).program
-    assert source(program) == source(program)
-    assert source(program).count("def ") == len(compiled(program)._fields)
+def test_the_source_is_the_same_in_every_process():
+    code = """
+from comera_fx import TTSpec, plan_linear
+from comera_fx.lower.source import source
+spec = TTSpec("tt", (12, 8, 8), (8, 8, 12), (1, 12, 30, 30, 30, 12, 1))
+print(*(source(plan_linear(spec, n).program) for n in (1, 16, 512)))
+"""
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].count("def forward(") == 3
+
+
+def test_complex_numbers_are_conjugated_where_they_must_be():
+    layer = TTLinear(TTSpec("tt", (2, 3), (3, 2), (1, 2, 4, 2, 1)), 6, 6, dtype=torch.complex128)
+    x = torch.randn(3, 6, dtype=torch.complex128, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("num_tokens", [1024, 4096])
+def test_results_are_contiguous_as_those_of_dense_layers_are(num_tokens):
+    layer = TTLinear(TTSpec("tt", (8, 16, 8), (7,), (1, 8, 32, 7, 1)).clipped(), 1024, 7)
+    y = layer(torch.randn(num_tokens, 1024))
+    assert y.is_contiguous()
+    y.view(-1)

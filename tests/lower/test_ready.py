@@ -3,14 +3,16 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from comera_fx import PlanConfig, TTLinear, TTSpec
-from comera_fx.errors import InputError
+from comera_fx.errors import InputError, PlanError
 from comera_fx.lower import ready
-from comera_fx.modules import replace_data
 
 SPEC = TTSpec("tt", (4, 6), (6, 4), (1, 4, 8, 4, 1))
 
@@ -60,6 +62,9 @@ def test_shapes_and_grad_modes_are_told_apart(layer):
 
 def test_frozen_and_thawed_cores_and_bias_are_noticed(layer):
     x = torch.randn(5, 24, dtype=torch.float64)
+    layer.core_1.requires_grad_(False)
+    check(layer, x)
+    layer.core_1.requires_grad_(True)
     check(layer, x)
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
@@ -75,8 +80,6 @@ def test_other_ranks_are_noticed(layer):
     smaller = TTLinear(TTSpec("tt", (4, 6), (6, 4), (1, 3, 5, 2, 1)), 24, 24).double()
     layer.load_state_dict(smaller.state_dict())
     check(layer, x)
-    for core in layer.cores:
-        replace_data(core, core.new_zeros(0 if core.shape[0] > 1 else 1, core.shape[1], 0)[:])
     layer.set_cores([torch.zeros(s) for s in [(1, 4, 0), (0, 6, 0), (0, 6, 0), (0, 4, 1)]])
     assert torch.equal(layer.double()(x), layer.bias.expand(5, 24))
 
@@ -87,6 +90,8 @@ def test_another_dtype_is_noticed(layer):
     with pytest.raises(InputError, match="different dtypes"):
         layer(x.float())
     layer.float()
+    with pytest.raises(InputError, match="different dtypes"):
+        layer(x)
     check(layer, x.float())
     with pytest.raises(InputError, match="different dtypes"):
         layer(x)
@@ -99,6 +104,55 @@ def test_autocast_is_not_passed_by(layer):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x).dtype is torch.bfloat16
     assert layer(x).dtype is torch.float32
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatched(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_operator_of_a_ready_call(layer):
+    x = torch.randn(5, 24, dtype=torch.float64)
+    layer(x)
+    with Seen() as seen:
+        layer(x)
+    assert torch.ops.comera_fx.tt_linear.default in seen.calls
+    with Dispatched() as dispatched:
+        layer(x)
+    assert torch.ops.aten.mm.default in dispatched.calls
+
+
+def test_jit_tracing_records_products_for_any_batch(layer):
+    x = torch.randn(5, 24, dtype=torch.float64)
+    layer(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(layer, (x,))
+    other = torch.randn(9, 24, dtype=torch.float64)
+    torch.testing.assert_close(traced(other), layer(other))
+
+
+def test_other_settings_of_a_plan_are_noticed(layer):
+    x = torch.randn(5, 24, dtype=torch.float64)
+    layer(x)
+    layer.plan_config = PlanConfig(memory_limit_bytes=1)
+    with pytest.raises(PlanError, match="memory limit"):
+        layer(x)
 
 
 def test_changed_numbers_are_used(layer):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from comera_fx import OptimizeConfig, PlanConfig, TTLinear, TTSpec, optimize
 from comera_fx.lower import choose, tune
@@ -72,9 +73,41 @@ def test_random_numbers_gradients_and_modes_of_the_caller_are_untouched(tuned):
         layer(torch.ones(16, 24))
     with torch.autocast("cpu"):
         layer(torch.ones(16, 24))
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(torch.ones(16, 24))
+    assert len(packed) < 12  # of this call alone
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in layer.parameters())
-    assert len(tuned) == 2
+    assert len(tuned) == 3
+
+
+def test_a_checkpointed_first_call_saves_as_much_as_the_second(tuned):
+    layer = TTLinear(SPEC, 24, 24, plan=PlanConfig(autotune=True))
+    x = torch.ones(16, 24, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+
+
+def test_plans_are_timed_in_their_own_dtype_under_autocast(tuned, monkeypatch):
+    dtypes = set()
+    contract = tune.contract
+
+    def watched(program, num_tokens, leaves, shape):
+        result = contract(program, num_tokens, leaves, shape)
+        dtypes.add(result.dtype)
+        return result
+
+    monkeypatch.setattr(tune, "contract", watched)
+    plans = candidates(64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tune.fastest_program(plans, (True,) * 5, torch.float32, torch.device("cpu"))
+    assert dtypes == {torch.float32}
 
 
 def test_a_traced_layer_is_not_timed(tuned):

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from comera_fx.plan.cost import shipped_model
 from comera_fx.plan.layout import _Search, best_layout, is_matrix
-from comera_fx.plan.linear import plan_linear
 from comera_fx.plan.networks import TOKENS, linear_network
 from comera_fx.plan.search import find_path, two_sided_path
 from comera_fx.plan.steps import make_steps
@@ -87,13 +86,3 @@ def test_a_middle_mode_is_contracted_by_a_batched_product():
 )
 def test_a_matrix_is_a_view_of_two_neighbouring_groups(stored, rows, columns, view):
     assert is_matrix(stored, rows, columns) is view
-
-
-def test_the_same_layout_every_time():
-    spec = TTSpec("tt", (5, 6), (7, 4), (1, 5, 9, 4, 1))
-    first = plan_linear(spec, 24).program
-    network = linear_network(spec, 24)
-    steps = make_steps(network, plan_linear(spec, 24).path, (True,) * 5)
-    layouts = [best_layout(network, steps, 4, COSTS) for _ in range(3)]
-    assert layouts[0] == layouts[1] == layouts[2]
-    assert first.seconds > 0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from comera_fx.errors import PlanError
+from comera_fx.errors import ConfigError, PlanError
 from comera_fx.modules import TTLinear
 from comera_fx.plan import plan_linear
 from comera_fx.spec import TTSpec
@@ -266,3 +266,28 @@ def test_without_gradients_the_plan_for_inference_runs():
         torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
     plan = plan_linear(SPEC, 4, needs_input_grad=False, needs_core_grad=False)
     assert 4 * sum(copies.sizes) == plan.program.copied_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"num_tokens": 64.5}, PlanError, "at least one token"),
+        ({"num_tokens": "64"}, PlanError, "at least one token"),
+        ({"itemsize": 0}, PlanError, "numbers have no such size"),
+        ({"spec": "tt"}, PlanError, "nothing to plan"),
+        ({"spec": TTSpec("tt", (2,), (2,), (1, 0, 1))}, PlanError, "nothing to plan"),
+        ({"objective": "speed"}, ConfigError, "PlanConfig.objective"),
+        ({"pad_ranks": 1}, ConfigError, "PlanConfig.pad_ranks"),
+        ({"memory_limit_bytes": -1}, ConfigError, "PlanConfig.memory_limit_bytes"),
+    ],
+)
+def test_wrong_arguments_are_refused(given, error, text):
+    with pytest.raises(error, match=text) as caught:
+        plan_linear(**{"spec": SPEC, "num_tokens": 64, **given})
+    assert caught.value.mend
+
+
+def test_objective_memory_takes_the_fastest_of_about_the_fewest_bytes():
+    memory, time = (plan_linear(SPEC, 4096, each) for each in ("memory", "time"))
+    assert memory.saved_bytes + memory.peak_bytes <= time.saved_bytes + time.peak_bytes
+    assert memory.seconds < 2 * time.seconds
