@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from comera_fx.spec import TTSpec
 
 MAX_MODES = 12
+MOST = 1 << 31
 
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode="rich")
 
@@ -175,11 +176,11 @@ def _errors_shown() -> Iterator[None]:
 
 def _check_counts(counts: dict[str, int]) -> None:
     for name, value in counts.items():
-        if value < 1:
+        if not 1 <= value <= MOST:
             raise ConfigError(
-                f"{name} is not positive",
-                got=value,
-                expected="an int of at least 1",
+                f"{name} is out of range",
+                got=f"{value!r:.40}",
+                expected=f"an int from 1 to {MOST:,}",
                 mend=f"write {name} 32",
             )
 
@@ -209,7 +210,7 @@ def _make_spec(sizes: tuple[int, int], rank: int, modes: str | None, layout: str
 
 
 def _read_modes(text: str, sizes: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*:[1-9]\d*(x[1-9]\d*)*", text, re.ASCII):
+    if not re.fullmatch(r"[1-9]\d{0,9}(x[1-9]\d{0,9})*:[1-9]\d{0,9}(x[1-9]\d{0,9})*", text, re.ASCII):
         raise ConfigError(
             "--modes cannot be read",
             got=text,

@@ -155,9 +155,9 @@ def test_svg_draws_the_plan(tmp_path):
 @pytest.mark.parametrize(
     ("given", "problem", "got", "mend"),
     [
-        (("--rank", 0), "--rank is not positive", "0", "write --rank 32"),
-        (("--tokens", -1), "--tokens is not positive", "-1", "write --tokens 32"),
-        (("--in", 0), "--in is not positive", "0", "write --in 32"),
+        (("--rank", 0), "--rank is out of range", "0", "write --rank 32"),
+        (("--tokens", -1), "--tokens is out of range", "-1", "write --tokens 32"),
+        (("--in", 0), "--in is out of range", "0", "write --in 32"),
         (("--layout", "cp"), "--layout is unknown", "cp", "write --layout tt"),
         (
             ("--objective", "speed"),

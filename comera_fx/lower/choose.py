@@ -83,7 +83,7 @@ def linear_program(
         objective,
         memory_limit_bytes,
         pad_ranks,
-        autotune and not needs_plain_operators(x),
+        autotune and _can_be_timed(x),
     )
     return program, num_tokens
 
@@ -152,6 +152,16 @@ def _linear_program(
         device_type=device.type,
     )
     return fastest_program(plans if autotune else plans[:1], wanted, dtype, device)
+
+
+def _can_be_timed(x: Tensor) -> bool:
+    """Whether plans can be run beside the caller's own work, unseen by it."""
+    return not (
+        needs_plain_operators(x)
+        or x.device.type == "meta"
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+    )
 
 
 def _bucket(num_tokens: int, hint: int) -> int:

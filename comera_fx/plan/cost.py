@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
 from itertools import product as cartesian
-from math import isfinite, log2
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +177,14 @@ def from_dict(values: Mapping[str, Any]) -> CostModel:
     lengths |= {len(row) for plane in rates for row in plane}
     if lengths != {len(sides)} or len(sides) < 2 or list(sides) != sorted(set(sides)):
         raise ValueError("the table of rates does not fit its sides")
+    if not all(type(values[name]) in (int, float) for name in _SPEEDS):
+        raise TypeError("speeds are numbers")
     speeds = {name: float(values[name]) for name in _SPEEDS}
     every = (*speeds.values(), *(rate for plane in rates for row in plane for rate in row))
-    if not all(isfinite(speed) and speed > 0 for speed in every):
-        raise ValueError("speeds are positive and finite")
+    if not all(_LEAST_SPEED < speed < 1 / _LEAST_SPEED for speed in every):
+        raise ValueError("speeds are positive, and not beyond all measure")
+    if max(*sides, _count(values["tile"])) > _MOST_SIDE:
+        raise ValueError("no product has such sides")
     return CostModel(
         device=str(values["device"]),
         sides=sides,
@@ -188,6 +192,9 @@ def from_dict(values: Mapping[str, Any]) -> CostModel:
         tile=_count(values["tile"]),
         **speeds,
     )
+
+
+_LEAST_SPEED, _MOST_SIDE = 1e-30, 1 << 40
 
 
 def _count(value: Any) -> int:
@@ -223,13 +230,15 @@ def measured_model(device_type: str) -> CostModel | None:
     A file that cannot be used is left alone, with a warning.
     """
     device, path = device_name(device_type), costs_path(device_type)
-    if device is None or path is None or not path.exists():
+    if device is None or path is None:
         return None
     try:
+        if not path.exists():
+            return None
         model = from_dict(json.loads(path.read_text(encoding="utf-8")))
         if model.device != device:
             raise ValueError(f"it is of {model.device!r}, this is {device!r}")
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (OSError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         kind = "cuda" if device_type == "cuda" else "cpu"
         warnings.warn(
             f"the speeds measured in {path} are not used: {type(error).__name__}, {error}. Measure "

@@ -15,6 +15,7 @@ from comera_fx.plan.program import Recompute
 from comera_fx.plan.search import SsaPath, core_by_core_path, find_path, two_sided_path
 from comera_fx.spec import TTSpec
 
+MOST_TOKENS = 1 << 40
 NUM_PADDED = 2
 """How many of the fastest trees are also tried with padded ranks."""
 MEMORY_SLACK = 1.02
@@ -61,6 +62,15 @@ def plan_linear(
         190195200
     """
     _check(spec, num_tokens, itemsize)
+    _check_device_type(device_type)
+    for name, value in (("input", needs_input_grad), ("core", needs_core_grad)):
+        if type(value) is not bool:
+            raise PlanError(
+                f"needs_{name}_grad is neither true nor false",
+                got=repr(value),
+                expected="True or False",
+                mend="leave it True for training",
+            )
     config = PlanConfig(objective, memory_limit_bytes, pad_ranks)
     return rank_plans(
         spec,
@@ -83,19 +93,30 @@ def _check(spec: object, num_tokens: object, itemsize: object) -> None:
             expected="a TTSpec whose ranks are positive",
             mend="write TTSpec('tt', (8, 8), (8, 8), (1, 8, 16, 8, 1))",
         )
-    if not isinstance(num_tokens, int) or num_tokens < 1:
+    if type(num_tokens) is not int or not 1 <= num_tokens <= MOST_TOKENS:
         raise PlanError(
             "a plan needs at least one token",
-            got=f"num_tokens={num_tokens!r}",
-            expected="an int, num_tokens >= 1",
+            got=f"num_tokens={num_tokens!r:.40}",
+            expected=f"an int from 1 to {MOST_TOKENS:,}",
             mend="give the number of rows of the layer's input",
         )
-    if itemsize not in (1, 2, 4, 8, 16):
+    if type(itemsize) is not int or itemsize not in (1, 2, 4, 8, 16):
         raise PlanError(
             "numbers have no such size",
             got=f"itemsize={itemsize!r}",
             expected="1, 2, 4, 8 or 16 bytes",
             mend="give dtype.itemsize, 4 for float32",
+        )
+
+
+def _check_device_type(device_type: object) -> None:
+    """A device is no type of device: "cuda:0" would be planned for as if it were a CPU."""
+    if not isinstance(device_type, str) or not device_type.isalpha():
+        raise PlanError(
+            "that is no type of device",
+            got=repr(device_type),
+            expected="'cpu' or 'cuda'; other types are planned for like a CPU",
+            mend="give tensor.device.type",
         )
 
 

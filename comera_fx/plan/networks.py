@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from string import ascii_letters
 
+from comera_fx.errors import PlanError
 from comera_fx.spec import TTSpec
 
 TOKENS = "b"
@@ -65,6 +66,14 @@ class _Letters:
 
 def _letters(spec: TTSpec) -> _Letters:
     fresh = iter(letter for letter in ascii_letters if letter != TOKENS)
+    num_indices = sum(size > 1 for size in (*spec.in_modes, *spec.out_modes, *spec.ranks))
+    if num_indices >= len(ascii_letters):
+        raise PlanError(
+            "the weight has more modes and bonds than a plan has names for",
+            got=f"{num_indices} of more than one entry",
+            expected=f"at most {len(ascii_letters) - 1}",
+            mend="use fewer, larger modes",
+        )
     sizes: list[tuple[str, int]] = []
 
     def name(count: int) -> str:

@@ -280,11 +280,14 @@ class _Assembler:
         """Whether the last product is (tokens, all output modes), as it is handed out."""
         if not self.steps.forward:
             return False
-        step, arrangement, first, _ = self._last()
-        rows = drop(self.layout.orders[first.name], frozenset(arrangement.contracted))
+        step, arrangement, first, second = self._last()
+        contracted = frozenset(arrangement.contracted)
+        rows, columns = (drop(self.layout.orders[m.name], contracted) for m in (first, second))
         stored = self.layout.orders[step.out.name]
         in_order = stored == self.network.target_indices
-        return arrangement.kind == "mm" and in_order and rows in (TOKENS, "")
+        # Where only one operand has indices left, it may be that which holds the tokens.
+        fits = rows == TOKENS or (rows == "" and TOKENS not in columns)
+        return arrangement.kind == "mm" and in_order and fits
 
     def _folded_bias(self) -> FoldedBias | None:
         if not self._bias_fits():

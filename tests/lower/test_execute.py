@@ -196,3 +196,24 @@ def test_results_are_contiguous_as_those_of_dense_layers_are(num_tokens):
     y = layer(torch.randn(num_tokens, 1024))
     assert y.is_contiguous()
     y.view(-1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_tokens"),
+    [
+        (TTSpec("ttm", (3, 2, 2), (2, 2, 1), (1, 9, 1, 1)), 2),
+        (TTSpec("ttm", (1, 2, 7, 2), (1, 1, 3, 1), (1, 2, 1, 2, 1)), 2),
+        (TTSpec("tt", (1, 5), (3, 1), (1, 1, 1, 2, 1)), 4),
+    ],
+)
+@pytest.mark.parametrize("objective", ["time", "flops", "memory"])
+def test_a_bias_after_a_product_with_a_scalar(spec, num_tokens, objective):
+    for plan in plans_of(spec, num_tokens, objective):
+        for tokens in (num_tokens, 0):
+            check(plan, tokens, "none")
+
+
+def test_plans_are_not_timed_where_nothing_can_be_run():
+    spec = TTSpec("tt", (8, 8), (8, 8), (1, 8, 23, 8, 1))
+    layer = TTLinear(spec, 64, 64, plan=PlanConfig(autotune=True), device="meta")
+    assert layer(torch.zeros(37, 64, device="meta")).shape == (37, 64)

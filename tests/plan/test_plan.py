@@ -291,3 +291,27 @@ def test_objective_memory_takes_the_fastest_of_about_the_fewest_bytes():
     memory, time = (plan_linear(SPEC, 4096, each) for each in ("memory", "time"))
     assert memory.saved_bytes + memory.peak_bytes <= time.saved_bytes + time.peak_bytes
     assert memory.seconds < 2 * time.seconds
+
+
+def test_a_device_is_no_type_of_device():
+    for device_type in ("cuda:0", None, torch.device("cuda"), []):
+        with pytest.raises(PlanError, match="no type of device"):
+            plan_linear(SPEC, 64, device_type=device_type)
+
+
+@pytest.mark.parametrize("name", ["needs_input_grad", "needs_core_grad"])
+def test_whether_gradients_are_wanted_is_true_or_false(name):
+    with pytest.raises(PlanError, match="neither true nor false"):
+        plan_linear(SPEC, 64, **{name: "no"})
+
+
+@pytest.mark.parametrize("num_tokens", [True, 10**400, 1 << 41])
+def test_such_numbers_of_tokens_are_refused(num_tokens):
+    with pytest.raises(PlanError, match="at least one token"):
+        plan_linear(SPEC, num_tokens)
+
+
+def test_more_indices_than_names_are_refused():
+    spec = TTSpec("tt", (2,) * 15, (2,) * 15, (1, *(2,) * 29, 1))
+    with pytest.raises(PlanError, match="more modes and bonds"):
+        plan_linear(spec, 4)
