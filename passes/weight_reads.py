@@ -49,7 +49,7 @@ _SWAPS = (
 )  # fmt: skip
 _PERMUTES = (torch.permute, aten.permute.default, "permute")
 
-_IN_PLACE = (
+IN_PLACE = (
     operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul,
     operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift, operator.isub,
     operator.itruediv, operator.ixor, operator.setitem,
@@ -186,16 +186,20 @@ def is_written(gm: fx.GraphModule, node: fx.Node) -> bool:
 
     A reader that is rewritten to read the cores would miss such a change.
     """
+    return any(True for _ in writers_of(gm, node))
+
+
+def writers_of(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
+    """Return the nodes that may change in place what ``node`` holds, by it or by its views."""
     seen, waiting = {node}, [node]
     while waiting:
         held = waiting.pop()
         for user in held.users:
             if _writes(gm, user, held):
-                return True
-            if user not in seen and _may_return_view(user):
+                yield user
+            if user not in seen and may_return_view(user):
                 seen.add(user)
                 waiting.append(user)
-    return False
 
 
 def _writes(gm: fx.GraphModule, user: fx.Node, held: fx.Node) -> bool:
@@ -206,7 +210,7 @@ def _writes(gm: fx.GraphModule, user: fx.Node, held: fx.Node) -> bool:
     if user.kwargs.get("out") is held or user.kwargs.get("inplace"):
         return True
     name = str(user.target if user.op == "call_method" else getattr(user.target, "__name__", ""))
-    in_place = user.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    in_place = user.target in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return in_place and bool(user.args) and user.args[0] is held
 
 
@@ -217,7 +221,8 @@ def _written_arguments(user: fx.Node, target: torch._ops.OpOverload) -> Iterator
             yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _may_return_view(user: fx.Node) -> bool:
+def may_return_view(user: fx.Node) -> bool:
+    """Whether what ``user`` returns may share the memory of what it reads."""
     if isinstance(user.target, torch._ops.OpOverload):
         return any(result.alias_info is not None for result in user.target._schema.returns)
     return user.op == "call_module" or not any(user.target in table for table in _READS)

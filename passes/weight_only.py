@@ -1,0 +1,197 @@
+"""Which nodes compute from weights alone: such a node may move, and equal ones be made one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from comera_fx import ops as ops  # registers the operators
+from comera_fx.passes.weight_reads import IN_PLACE, is_written, may_return_view, writers_of
+from comera_fx.replay import value_of
+
+_MODES: tuple[object, ...] = (
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
+_LAYERS: tuple[object, ...] = tuple(
+    target
+    for packet in (
+        torch.ops.comera_fx.tt_linear,
+        torch.ops.comera_fx.tt_embedding,
+        torch.ops.comera_fx.tt_apply,
+    )
+    for target in (packet, packet.default)
+)
+_PACKAGES = ("torch", "_operator", "operator", "builtins", "comera_fx")
+_RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "rrelu")
+
+
+def may_reorder(gm: fx.GraphModule) -> bool:
+    """Whether the place of a node says nothing but what it reads.
+
+    Not so where nodes switch gradients or autocast on and off, and in a module graph, whose calls
+    all name one input.
+    """
+    if type(gm).__name__.startswith("ModuleGraph"):
+        return False
+    return not any(node.op == "call_function" and node.target in _MODES for node in gm.graph.nodes)
+
+
+def changes_between(gm: fx.GraphModule, node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
+    """Whether something from ``first`` to ``last`` may write to what ``node`` holds.
+
+    By the node itself, or by what it may be a view of.
+    """
+    seen, waiting = {node}, [node]
+    while waiting:
+        held = waiting.pop()
+        if any(first < writer < last for writer in writers_of(gm, held)):
+            return True
+        if held.op not in ("placeholder", "get_attr") and may_return_view(held):
+            new = [inner for inner in held.all_input_nodes if inner not in seen]
+            seen.update(new)
+            waiting += new
+    return False
+
+
+def stands_before(node: fx.Node, place: fx.Node) -> bool:
+    """Whether the graph runs ``node`` before ``place``."""
+    return bool(node < place)
+
+
+def move_before(node: fx.Node, place: fx.Node) -> None:
+    """Move a node, and first what it reads, up before ``place`` where it stands later."""
+    if stands_before(node, place):
+        return
+    for inner in node.all_input_nodes:
+        move_before(inner, place)
+    place.prepend(node)
+
+
+def erase_unused(nodes: Iterable[fx.Node]) -> None:
+    """Erase nodes that no node reads any more, and what only they have read."""
+    waiting, erased = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if node.users or node in erased or node.op == "placeholder":
+            continue
+        erased.add(node)
+        waiting += node.all_input_nodes
+        node.graph.erase_node(node)
+
+
+class WeightOnly:
+    """Tells nodes of a graph that compute from weights alone, and which of them are equal.
+
+    Random numbers, writes, calls of modules and functions that are not torch's count as more than
+    that; so do weights that a node may write to, and what a layer gives, since layers are what
+    passes rewrite. Answers hold until the nodes asked for change.
+
+    Args:
+        gm: The graph.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._keys: dict[fx.Node, int | None] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._values: dict[fx.Node, Tensor | None] = {}
+        reads = [node for node in gm.graph.nodes if node.op == "get_attr"]
+        self._written = {id(value_of(gm, node)) for node in reads if is_written(gm, node)}
+
+    def key(self, node: fx.Node) -> int | None:
+        """Return a number that equal computations share; ``None`` if more than weights is read."""
+        if node not in self._keys:
+            form = self._form(node)
+            self._keys[node] = (
+                None if form is None else self._numbers.setdefault(form, len(self._numbers))
+            )
+        return self._keys[node]
+
+    def _form(self, node: fx.Node) -> Hashable | None:
+        if node.op == "get_attr":
+            value = value_of(self._gm, node)
+            is_plain = type(value) in (Tensor, torch.nn.Parameter)
+            # By identity: a tied weight has several names.
+            return ("get_attr", id(value)) if is_plain and id(value) not in self._written else None
+        if not _is_pure(node) or any(self.key(inner) is None for inner in node.all_input_nodes):
+            return None
+        form = (node.op, node.target, self._frozen(node.args), self._frozen(node.kwargs))
+        return None if is_written(self._gm, node) else form
+
+    def _frozen(self, arg: Any) -> Hashable:
+        if isinstance(arg, fx.Node):
+            return ("node", self.key(arg))
+        if isinstance(arg, (list, tuple)):
+            return tuple(map(self._frozen, arg))
+        if isinstance(arg, dict):
+            return tuple((key, self._frozen(value)) for key, value in arg.items())
+        if isinstance(arg, slice):
+            return ("slice", *map(self._frozen, (arg.start, arg.stop, arg.step)))
+        return (type(arg), repr(arg))  # 1, 1.0 and True are equal, and not the same
+
+    def value(self, node: fx.Node) -> Tensor | None:
+        """Return a tensor without numbers, of the shape and dtype of what a node computes.
+
+        ``None`` if more than weights is read, or if it is not one tensor.
+        """
+        if node not in self._values:
+            self._values[node] = None if self.key(node) is None else self._computed(node)
+        return self._values[node]
+
+    def _computed(self, node: fx.Node) -> Tensor | None:
+        held = value_of(self._gm, node)
+        if isinstance(held, Tensor):
+            return torch.empty_like(held, device="meta", requires_grad=False)
+        if any(self.value(inner) is None for inner in node.all_input_nodes):
+            return None
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.value)
+        if node.op == "call_method":
+            function: Callable[..., Any] = getattr(torch.Tensor, str(node.target))
+        else:
+            assert callable(node.target)
+            function = node.target
+        try:
+            result = function(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError):  # numbers or a device are needed
+            return None
+        return result if isinstance(result, Tensor) else None
+
+    def devices(self, node: fx.Node) -> tuple[str, ...]:
+        """Return the devices of the weights that a node computes from."""
+        return tuple(sorted({str(weight.device) for weight in self._weights(node)}))
+
+    def _weights(self, node: fx.Node) -> Iterator[Tensor]:
+        held = value_of(self._gm, node)
+        if isinstance(held, Tensor):
+            yield held
+        for inner in node.all_input_nodes:
+            yield from self._weights(inner)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node only computes, the same every time, by a function of torch."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if node.target in _LAYERS:
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not node.is_impure()
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    if node.op == "call_method":
+        name = str(node.target)
+    else:
+        name = fx.node._get_qualified_name(node.target)  # type: ignore[arg-type]
+        if name.split(".")[0] not in _PACKAGES or node.is_impure():
+            return False
+        name = name.split(".")[-1]
+    is_write = name.endswith("_") and not name.endswith("__")
+    if is_write or node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+        return False
+    in_place = node.op == "call_function" and node.target in IN_PLACE
+    return not in_place and not any(part in name for part in _RANDOM)
