@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from comera_fx import sharing
 from comera_fx.capture import Captured, capture, tokens_seen
 from comera_fx.config import OptimizeConfig
 from comera_fx.errors import ConfigError, WeightError
@@ -19,6 +20,7 @@ from comera_fx.modules import TTEmbedding, TTLinear, TTModule
 from comera_fx.passes.embedding_to_ttm import EmbeddingToTTM
 from comera_fx.passes.fuse_reconstruction import FuseReconstruction
 from comera_fx.passes.linear_to_tt import LinearToTT
+from comera_fx.passes.match import layers_by_input
 from comera_fx.passes.pipeline import Pass, run_pipeline
 from comera_fx.passes.tt_module_to_op import TTModuleToOp
 from comera_fx.policy import (
@@ -96,6 +98,8 @@ def optimize(
     # What is in TT form from before keeps its own record.
     recorded = (choice for choice in choices if choice.candidate.kind != "tt")
     layers = {choice.candidate.name: _recorded(choice) for choice in recorded}
+    if config.share:
+        sharing.install(result, *_that_may_share(result, captured))
     attach_record(result, capture=captured.kind, notes=captured.notes, layers=layers)
     return result
 
@@ -278,6 +282,14 @@ def _rewrite(captured: Captured, built: Mapping[nn.Module, TTModule]) -> None:
 
 def _one_of(wanted: type[T], layer: TTModule | None) -> T | None:
     return layer if isinstance(layer, wanted) else None
+
+
+def _that_may_share(model: nn.Module, captured: Captured) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the TT layers of a model, and of those that read one input."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, TTLinear)]
+    readers = [] if captured.kind == "module_graph" else layers_by_input(captured.gm)
+    joint = [[name for name in names if name in layers] for names in readers]
+    return layers, [names for names in joint if len(names) > 1]
 
 
 def _warn_if_untrained(choices: Sequence[Choice], built: Mapping[nn.Module, TTModule]) -> None:

@@ -210,7 +210,9 @@ def _make_spec(sizes: tuple[int, int], rank: int, modes: str | None, layout: str
 
 
 def _read_modes(text: str, sizes: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if not re.fullmatch(r"[1-9]\d{0,9}(x[1-9]\d{0,9})*:[1-9]\d{0,9}(x[1-9]\d{0,9})*", text, re.ASCII):
+    if not re.fullmatch(
+        r"[1-9]\d{0,9}(x[1-9]\d{0,9})*:[1-9]\d{0,9}(x[1-9]\d{0,9})*", text, re.ASCII
+    ):
         raise ConfigError(
             "--modes cannot be read",
             got=text,

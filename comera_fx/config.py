@@ -27,7 +27,7 @@ def cache_folder() -> Path | None:
     """
     environment = os.environ
     if environment.get("COMERA_FX_CACHE"):
-        return Path(environment["COMERA_FX_CACHE"]).absolute()
+        return Path(os.path.expanduser(environment["COMERA_FX_CACHE"])).absolute()  # noqa: PTH111
     if sys.platform == "win32" and environment.get("LOCALAPPDATA"):
         return Path(environment["LOCALAPPDATA"])
     given = Path(environment.get("XDG_CACHE_HOME", ""))
@@ -73,8 +73,8 @@ class PlanConfig:
     Args:
         objective: What is minimised: the predicted ``"time"`` of forward and backward, their
             ``"flops"``, or the ``"memory"``: the bytes saved for backward and the peak, added up.
-        memory_limit_bytes: Plans of linear layers whose peak is above this are refused;
-            ``None`` is no limit.
+        memory_limit_bytes: Plans of linear layers whose peak is above this are refused, at the
+            next power of two of the rows seen, which is what is planned for; ``None`` is no limit.
         pad_ranks: Whether plans for ``"time"`` may pad ranks with zeros, inside the plan, to
             sizes at which the device's products run faster.
         autotune: Whether a layer times its best three plans, once per shape and process, at its
@@ -143,6 +143,9 @@ class OptimizeConfig:
         num_tokens_hint: Rows of input to plan for where no example input tells.
         plan: How contraction trees are chosen.
         autotune: Short for ``PlanConfig(autotune=True)`` in ``plan``.
+        share: Whether layers share work in eager mode while the whole model runs: equal-shaped
+            ones make their weight-only messages in one batch, those that read one input take it
+            in one product, where that is predicted to be faster. Two hooks on the model do it.
         seed: Seed of ``init="random"``.
     """
 
@@ -159,6 +162,7 @@ class OptimizeConfig:
     num_tokens_hint: int = 4096
     plan: PlanConfig = field(default_factory=PlanConfig)
     autotune: bool = False
+    share: bool = True
     seed: int = 0
 
     @property
@@ -220,6 +224,7 @@ class OptimizeConfig:
         for name, mend in (
             ("only_if_faster", "give False to compress whatever the speed"),
             ("autotune", "give True to time plans at their first use"),
+            ("share", "give False to have every layer run by itself"),
         ):
             value = getattr(self, name)
             _check(isinstance(value, bool), f"OptimizeConfig.{name}", value, "True or False", mend)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from comera_fx import ops
 from comera_fx.config import PlanConfig
 from comera_fx.lower.ready import ReadyCalls, is_unobserved
+from comera_fx.share.forward import take
 from comera_fx.spec import TTSpec
 from comera_fx.tt_module import TTModule, replace_data, tt_modules
 
@@ -135,6 +136,9 @@ class TTLinear(TTModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + bias``."""
+        shared = take(self, input)
+        if shared is not None:
+            return shared
         cores = self.effective_cores()
         bias = self.bias
         if not is_unobserved(input):

@@ -36,7 +36,7 @@ _library.define(
 )
 _library.define(
     "tt_factors(Tensor[] cores, int num_layers, str layout, int num_in_modes, int in_features, "
-    "int out_features, *, int padded_rank=0) -> Tensor[]"
+    "int out_features) -> Tensor[]"
 )
 _library.define("tt_apply(Tensor x, Tensor[] lefts, Tensor[] rights, Tensor?[] biases) -> Tensor[]")
 
@@ -299,8 +299,6 @@ def tt_factors(
     num_in_modes: int,
     in_features: int,
     out_features: int,
-    *,
-    padded_rank: int = 0,
 ) -> list[Tensor]:
     """Return the factors ``W^T = L R`` of equal-shaped weights, cut at their middle bond.
 
@@ -313,7 +311,6 @@ def tt_factors(
         num_in_modes: How many of the modes of a weight are input modes.
         in_features: Rows of L; less than the product of the input modes where padded.
         out_features: Columns of R; likewise.
-        padded_rank: Size to which the middle rank is padded with zeros, if it is smaller.
 
     Returns:
         All L, ``(in_features, r)``, then all R, ``(r, out_features)``.
@@ -324,8 +321,7 @@ def tt_factors(
     assert layout == "tt", "only a weight in layout tt is cut at one bond"
     _, cores, _ = _autocast(cores[0], cores, None)
     spec = _spec(layout, num_in_modes, cores[: len(cores) // num_layers])
-    middle = max(padded_rank, spec.ranks[num_in_modes])
-    lefts, rights = lower.factors(cores, spec, num_layers, (in_features, out_features), middle)
+    lefts, rights = lower.factors(cores, spec, num_layers, (in_features, out_features))
     return [*lefts, *rights]
 
 

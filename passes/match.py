@@ -26,6 +26,16 @@ def calls_by_layer(gm: fx.GraphModule) -> dict[str, list[fx.Node]]:
     return calls
 
 
+def layers_by_input(gm: fx.GraphModule) -> list[list[str]]:
+    """Return the names of layers that read one value, in the order in which they are called."""
+    readers: dict[fx.Node, dict[str, None]] = {}
+    for name, calls in calls_by_layer(gm).items():
+        # A layer that is called twice would have to be made ready for either input.
+        if len(calls) == 1 and isinstance(calls[0].all_input_nodes[0], fx.Node):
+            readers.setdefault(calls[0].all_input_nodes[0], {})[name] = None
+    return [list(names) for names in readers.values() if len(names) > 1]
+
+
 def has_other_reader(gm: fx.GraphModule, weight: Tensor) -> bool:
     """Whether a second module owns ``weight``, or a node reads it without calling its module."""
     owners = sum(param is weight for _, param in gm.named_parameters(remove_duplicate=False))

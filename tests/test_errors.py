@@ -72,6 +72,7 @@ REFUSED = [
     (PlanConfig, "pad_ranks", [None, 1, "no"], ("True or False", "give False")),
     (PlanConfig, "autotune", [None, 1, "no"], ("True or False", "give True to time plans")),
     (OptimizeConfig, "autotune", [None, 1, "no"], ("True or False", "give True to time plans")),
+    (OptimizeConfig, "share", [None, 1, "no"], ("True or False", "give False to have every")),
     (OptimizeConfig, "max_rank", [0, -3, 2.5, None, True, "32"], COUNT_1),
     (OptimizeConfig, "min_params", [-1, 0.5, None], COUNT_0),
     (OptimizeConfig, "num_tokens_hint", [0, 1e3], COUNT_1),

@@ -19,6 +19,8 @@ from comera_fx.spec import TTSpec
 
 CHUNK_BYTES = 1 << 20
 """Bytes of the stacked factors of a chunk on a CPU: more would leave its cache between steps."""
+TILE = 16
+"""Columns below which, or at multiples of which, a product is not slow for their number."""
 
 
 @dataclass(frozen=True)
@@ -30,23 +32,34 @@ class Chains:
         num_layers: Number of layers.
         in_features: Rows of L; those of padded modes are cut off.
         out_features: Columns of R; likewise.
-        ranks: The ranks, or larger ones to which the cores are padded with zeros inside.
+        width: Columns of L and rows of R: the middle rank, or more, filled up with zeros.
         dtype: What the cores are cast to; ``None`` leaves them as they are.
         threshold: Rank weights at or below it count as 0.
+        without_head: Whether R is made without its first core, which then is not among the cores
+            given; there are no rank weights then, and no zeros.
     """
 
     spec: TTSpec
     num_layers: int
     in_features: int
     out_features: int
-    ranks: tuple[int, ...]
+    width: int
     dtype: torch.dtype | None = None
     threshold: float = 0.0
+    without_head: bool = False
+
+    @cached_property
+    def core_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the cores given for each layer."""
+        shapes = self.spec.core_shapes
+        if not self.without_head:
+            return shapes
+        return shapes[: self.num_in] + shapes[self.num_in + 1 :]
 
     @property
     def num_cores(self) -> int:
-        """Cores of each layer."""
-        return self.spec.num_cores
+        """Cores given for each layer."""
+        return len(self.core_shapes)
 
     @property
     def num_in(self) -> int:
@@ -54,18 +67,12 @@ class Chains:
         return len(self.spec.in_modes)
 
     @cached_property
-    def pads(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Per core the zeros to add, as ``constant_pad_nd`` takes them."""
-        more = [padded - rank for padded, rank in zip(self.ranks, self.spec.ranks, strict=True)]
-        return tuple((0, s, 0, 0, 0, r) if r or s else None for r, s in pairwise(more))
-
-    @cached_property
     def scales(self) -> tuple[tuple[int | None, int | None], ...]:
         """Per core which inner bonds' weights scale its first and its last axis.
 
         A bond's weight goes into the smaller of its two cores, as in ``TTModule``.
         """
-        sizes = [prod(shape) for shape in self.spec.core_shapes]
+        sizes = [prod(shape) for shape in self.core_shapes]
         into_left = [left <= right for left, right in pairwise(sizes)]
         first = [None, *(None if joins else b for b, joins in enumerate(into_left))]
         last = [*(b if joins else None for b, joins in enumerate(into_left)), None]
@@ -74,7 +81,7 @@ class Chains:
     @cached_property
     def chunks(self) -> tuple[range, ...]:
         """The layers that are worked on together on a CPU."""
-        widest = max(self.spec.in_size, self.spec.out_size) * max(self.ranks[self.num_in], 1)
+        widest = max(self.spec.in_size, self.spec.out_size) * max(self.width, 1)
         num_bytes = widest * (self.dtype or torch.float32).itemsize
         num_chunks = -(-self.num_layers // max(1, CHUNK_BYTES // num_bytes))
         size = -(-self.num_layers // num_chunks)
@@ -92,7 +99,7 @@ class Chunk:
 
     Args:
         chains: What is made.
-        stacks: The k-th cores of all layers, scaled and padded, (N, R, M, S) each.
+        stacks: The k-th cores of all layers, scaled and filled up, (N, R, M, S) each.
         raw: The cores before they were scaled; none where there are no rank weights.
         weights: The rank weights of each inner bond, (N, R).
         left_inner: ``G1 G2`` and so on, without the last, (N, product of modes, S) each.
@@ -127,19 +134,32 @@ class Chunk:
         if held:
             weights = [torch.stack(tuple(held[b::num_bonds])) for b in range(num_bonds)]
             raw, stacks = stacks, [_scaled(chains, k, s, weights) for k, s in enumerate(stacks)]
-        padded = [
-            stack if pad is None else torch.constant_pad_nd(stack, pad)
-            for stack, pad in zip(stacks, chains.pads, strict=True)
-        ]
-        return cls(chains, padded, raw, weights)
+        chunk = cls(chains, stacks, raw, weights)
+        chunk._fill_up()
+        return chunk
+
+    def _fill_up(self) -> None:
+        """Give the cores at the cut the width of the factors."""
+        cut = self.chains.num_in
+        missing = self.chains.width - self.chains.spec.ranks[cut]
+        if missing:
+            stacks = list(self.stacks)
+            stacks[cut - 1] = torch.constant_pad_nd(stacks[cut - 1], (0, missing))
+            stacks[cut] = torch.constant_pad_nd(stacks[cut], (0, 0, 0, 0, 0, missing))
+            self.stacks = stacks
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Contract the stacks: all L, (N, in_features, r), and all R, (N, r, out_features)."""
+        """Contract the stacks: all L, (N, in_features, r), and all R, (N, r, out_features).
+
+        Without its first core R is (N, s, product of the other modes).
+        """
         num_in = self.chains.num_in
         lefts = _left_products(self.stacks[:num_in])
         rights = _right_products(self.stacks[num_in:])
         self.left_inner, self.right_inner = lefts[1:-1], rights[1:-1]
         left = lefts[-1].narrow(1, 0, self.chains.in_features)
+        if self.chains.without_head:
+            return left, rights[0]
         return left, rights[0].narrow(2, 0, self.chains.out_features)
 
     # ---- what is kept from forward to backward, as one list of tensors ----
@@ -167,7 +187,7 @@ class Chunk:
             missing = chains.spec.in_size - chains.in_features
             grad = torch.constant_pad_nd(grad, (0, 0, 0, missing)) if missing else grad
             return _left_gradients(self.stacks[: chains.num_in], self.left_inner, grad)
-        missing = chains.spec.out_size - chains.out_features
+        missing = 0 if chains.without_head else chains.spec.out_size - chains.out_features
         grad = torch.constant_pad_nd(grad, (0, missing)) if missing else grad
         return _right_gradients(self.stacks[chains.num_in :], self.right_inner, grad)
 
@@ -181,8 +201,10 @@ class Chunk:
         Returns:
             The gradient, and pairs of inner bond and gradient of its weights.
         """
-        first, _, last = self.chains.spec.core_shapes[core]
-        grad = grad.narrow(1, 0, first).narrow(3, 0, last).contiguous()
+        first, _, last = self.chains.core_shapes[core]
+        if grad.shape[1] != first or grad.shape[3] != last:
+            grad = grad.narrow(1, 0, first).narrow(3, 0, last)
+        grad = grad.contiguous()
         if not self.weights:
             return grad, []
         of_weights = []
@@ -243,7 +265,7 @@ def _left_gradients(cores: Sequence[Tensor], inner: Sequence[Tensor], grad: Tens
         num, first, mode, last = cores[k].shape
         grad = grad.reshape(num, products[k - 1].shape[1], mode * last)
         gradients.append(torch.bmm(products[k - 1].mT, grad).reshape(cores[k].shape))
-        grad = torch.bmm(grad, cores[k].reshape(num, first, mode * last).mT)
+        grad = _times_transpose(grad, cores[k].reshape(num, first, mode * last))
     return [grad.reshape(cores[0].shape), *reversed(gradients)]
 
 
@@ -267,6 +289,14 @@ def _right_gradients(
     for k, core in enumerate(cores[:-1]):
         num, first, mode, last = core.shape
         grad = grad.reshape(num, first * mode, products[k].shape[2])
-        gradients.append(torch.bmm(grad, products[k].mT).reshape(core.shape))
+        gradients.append(_times_transpose(grad, products[k]).reshape(core.shape))
         grad = torch.bmm(core.reshape(num, first * mode, last).mT, grad)
     return [*gradients, grad.reshape(cores[-1].shape)]
+
+
+def _times_transpose(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left right^T``, made by columns where its own columns would be ragged."""
+    columns = right.shape[1]
+    if columns < TILE or columns % TILE == 0 or left.shape[1] < columns:
+        return torch.bmm(left, right.mT)
+    return torch.bmm(right, left.mT).mT

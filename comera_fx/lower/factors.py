@@ -18,7 +18,6 @@ from torch import Tensor
 from comera_fx.lower.chunk import Chains, Chunk
 from comera_fx.lower.execute import needs_plain_operators
 from comera_fx.lower.partial import PartialBackward
-from comera_fx.plan.shared import chain_ranks
 from comera_fx.spec import TTSpec
 
 
@@ -27,7 +26,6 @@ def factors(
     spec: TTSpec,
     num_layers: int,
     features: tuple[int, int],
-    middle: int,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return the left and the right factors of equal-shaped layers.
 
@@ -36,10 +34,9 @@ def factors(
         spec: Shape of each layer, in layout "tt".
         num_layers: Number of layers.
         features: Rows of the left factors and columns of the right ones.
-        middle: Their width, at least the middle rank.
     """
-    ranks = chain_ranks(spec, middle, cores[0].device.type)
-    return make_factors(Chains(spec, num_layers, *features, ranks), cores)
+    middle = spec.ranks[len(spec.in_modes)]
+    return make_factors(Chains(spec, num_layers, *features, middle), cores)
 
 
 def make_factors(
@@ -55,7 +52,7 @@ def make_factors(
         weights: Rank weights of the inner bonds, one layer after another; none, or all.
 
     Returns:
-        Factors ``(in_features, r)`` and ``(r, out_features)``, r the padded middle rank.
+        Factors ``(in_features, r)`` and ``(r, out_features)``, r the width.
     """
     given = (*cores, *weights)
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)

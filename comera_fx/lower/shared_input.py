@@ -1,9 +1,11 @@
 """Apply the factors of one or more layers to one input: ``y_i = (x L_i) R_i + b_i``.
 
 With several layers their left factors stand side by side in one product, forward, for the input's
-gradient and for their own. What is kept is the input, the middle and the factors. A middle whose
-ranks fill no whole tiles is stored with the tokens as columns, which autograd's own rules for
-products keep up through the backward pass.
+gradient and for their own. What is kept is the input, the middle and the factors. Many tokens run
+along the columns of these products, so that the number of ranks need not fill whole tiles.
+
+A right factor may come as two, its first core H and the rest R: with few tokens ``(x L) H`` takes
+less than H R does. The middle's rows then are (token, mode of H).
 
 Shape legend: T tokens, I in, O out, r a layer's middle rank, m the sum of these ranks.
 """
@@ -11,16 +13,16 @@ Shape legend: T tokens, I in, O out, r a layer's middle rank, m the sum of these
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from comera_fx.lower.execute import needs_plain_operators
 from comera_fx.lower.partial import PartialBackward
-from comera_fx.plan.shared import stores_transposed
+
+ALONG_COLUMNS = 512
+"""Number of tokens from which they run along the columns."""
 
 
 def apply_factors(
@@ -28,6 +30,8 @@ def apply_factors(
     lefts: Sequence[Tensor],
     rights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    heads: Sequence[Tensor | None] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """Return the outputs of layers that read one input.
 
@@ -36,159 +40,113 @@ def apply_factors(
     Args:
         x: ``(..., I)``.
         lefts: ``(I, r)`` each.
-        rights: ``(r, O)`` each.
+        rights: ``(r, O)`` each; without its first core ``(s, O / mode)``.
         biases: ``(O,)`` each, or ``None``.
+        heads: The first core ``(r, mode, s)`` of each right factor that is without it.
+        ranks: Columns of each left factor, and rows of each right one, that are no filling; all,
+            if it is not said.
     """
-    if needs_plain_operators(x):
-        return _plain(x, lefts, rights, biases)
-    num_tokens = x.numel() // max(x.shape[-1], 1)
-    device_type = x.device.type
-    transposed = any(stores_transposed(num_tokens, t.shape[1], device_type) for t in lefts)
-    if len(lefts) == 1:
-        return [_single(x, lefts[0], rights[0], biases[0], transposed)]
-    given = (x, *lefts, *rights, *biases)
-    outputs: Sequence[Tensor] = _SharedInput.apply(len(lefts), transposed, *given)  # type: ignore[no-untyped-call]
-    return list(outputs)
-
-
-def _plain(
-    x: Tensor,
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-) -> list[Tensor]:
-    if len(lefts) == 1:
-        return [_product(x @ lefts[0], rights[0], biases[0])]
-    middles = (x @ torch.cat(list(lefts), 1)).split([left.shape[1] for left in lefts], -1)
-    return [_product(*each) for each in zip(middles, rights, biases, strict=True)]
-
-
-def _product(middle: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    return middle @ right if bias is None else F.linear(middle, right.t(), bias)
-
-
-def _single(
-    x: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, transposed: bool
-) -> Tensor:
-    if not transposed:
-        return _product(x @ left, right, bias)
     x_TI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    middle_rT = torch.mm(left.t(), x_TI.t())
-    if bias is None:
-        y_TO = torch.mm(middle_rT.t(), right)
+    middles: Sequence[Tensor]
+    if len(lefts) == 1:
+        middles = (torch.mm(x_TI, lefts[0]),)
+    elif needs_plain_operators(x):
+        middles = _plain_middles(x_TI, lefts)
+    elif ranks is not None and x_TI.shape[0] >= ALONG_COLUMNS:
+        middles = _SharedInput.apply(ranks, x_TI, *lefts)  # type: ignore[no-untyped-call]
+        rights = [right.narrow(0, 0, rank) for right, rank in zip(rights, ranks, strict=True)]
     else:
-        y_TO = torch.addmm(bias, middle_rT.t(), right)
-    return y_TO if x.dim() == 2 else y_TO.reshape(*x.shape[:-1], right.shape[1])
+        middles = _SharedInput.apply(None, x_TI, *lefts)  # type: ignore[no-untyped-call]
+    heads = (None,) * len(lefts) if heads is None else heads
+    outputs = map(_output, middles, heads, rights, biases)
+    if x.dim() == 2:
+        return list(outputs)
+    return [y_TO.reshape(*x.shape[:-1], y_TO.shape[1]) for y_TO in outputs]
+
+
+def _output(middle_Tr: Tensor, head: Tensor | None, right: Tensor, bias: Tensor | None) -> Tensor:
+    if head is not None:
+        rank, mode, last = head.shape
+        rows = torch.mm(middle_Tr, head.reshape(rank, mode * last)).reshape(-1, last)
+        y_TO = torch.mm(rows, right).reshape(middle_Tr.shape[0], mode * right.shape[1])
+        return y_TO if bias is None else y_TO + bias
+    return torch.mm(middle_Tr, right) if bias is None else torch.addmm(bias, middle_Tr, right)
+
+
+def _plain_middles(x_TI: Tensor, lefts: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch.mm(x_TI, torch.cat(list(lefts), 1)).split([left.shape[1] for left in lefts], 1)
 
 
 class _SharedInput(torch.autograd.Function):
+    """The middles of several layers, made in one product; one node, as if each had its own."""
+
     @staticmethod
     def forward(
-        ctx: Any, num: int, transposed: bool, x: Tensor, *given: Tensor
+        ctx: Any, ranks: Sequence[int] | None, x_TI: Tensor, *lefts: Tensor
     ) -> tuple[Tensor, ...]:
-        lefts, rights, biases = given[:num], given[num : 2 * num], given[2 * num :]
-        x_TI, left_Im = x.reshape(-1, x.shape[-1]), torch.cat(lefts, 1)
-        middle_Tm = _product_with(x_TI, left_Im, transposed)
-        stops = list(accumulate(left.shape[1] for left in lefts))
-        ctx.columns = columns = list(zip([0, *stops], stops, strict=False))
-        outputs = []
-        for (start, stop), right_rO, bias in zip(columns, rights, biases, strict=True):
-            middle_Tr = middle_Tm[:, start:stop]
-            if bias is None:
-                y_TO = torch.mm(middle_Tr, right_rO)
-            else:
-                y_TO = torch.addmm(bias, middle_Tr, right_rO)
-            # A view made in here could not be changed in place afterwards.
-            shape = (*x.shape[:-1], right_rO.shape[1])
-            outputs.append(y_TO if x.dim() == 2 else torch.ops.aten._unsafe_view(y_TO, shape))
-        ctx.save_for_backward(x, left_Im, middle_Tm, *rights)
+        if ranks is None:
+            left_Im = torch.cat(lefts, 1)
+            middle_Tm = torch.mm(x_TI, left_Im)
+        else:
+            parts = zip(lefts, ranks, strict=True)
+            left_Im = torch.cat([left.t().narrow(0, 0, rank) for left, rank in parts]).t()
+            middle_Tm = torch.mm(left_Im.t(), x_TI.t()).t()
+        ctx.save_for_backward(x_TI, left_Im)
         ctx.set_materialize_grads(False)
-        ctx.transposed, ctx.given = transposed, given
-        ctx.versions = [None if t is None else t._version for t in given]
-        ctx.partial = PartialBackward(num)
-        return tuple(outputs)
+        ctx.lefts, ctx.versions = lefts, [left._version for left in lefts]
+        ctx.along_columns = ranks is not None
+        ctx.ranks = [left.shape[1] for left in lefts] if ranks is None else ranks
+        ctx.partial = PartialBackward(len(lefts))
+        return tuple(middle_Tm.split(list(ctx.ranks), 1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        num = len(grads)
-        results: list[Tensor | None] = [None] * (_FIRST + 3 * num)
-        chosen = [k for k, grad in enumerate(grads) if grad is not None]
-        if not chosen:
-            return tuple(results)
-        x, left_Im, middle_Tm, *rights = ctx.partial.saved(ctx, set(chosen))
+        given = {k: grad for k, grad in enumerate(grads) if grad is not None}
+        if not given:
+            return (None,) * (2 + len(grads))
+        x_TI, left_Im = ctx.partial.saved(ctx, set(given))
         if torch.is_grad_enabled():
-            return _differentiable_gradients(ctx, x, grads)
-        needs, columns = ctx.needs_input_grad, ctx.columns
-        x_TI = x.reshape(-1, x.shape[-1])
-        if len(chosen) < num:
-            left_Im = torch.cat([left_Im[:, slice(*columns[k])] for k in chosen], 1)
-        shape = (x_TI.shape[0], left_Im.shape[1])
-        dmiddle_Tm = x.new_empty(shape[::-1]).t() if ctx.transposed else x.new_empty(shape)
-        widths = [columns[k][1] - columns[k][0] for k in chosen]
-        for k, dmiddle_Tr in zip(chosen, dmiddle_Tm.split(widths, 1), strict=True):
-            dy_TO = grads[k].reshape(-1, grads[k].shape[-1])  # type: ignore[union-attr]
-            _mm_into(dmiddle_Tr, dy_TO, rights[k].t(), ctx.transposed)
-            if needs[_FIRST + num + k]:
-                middle_rT = middle_Tm[:, slice(*columns[k])].t()
-                results[_FIRST + num + k] = torch.mm(middle_rT, dy_TO)
-            if needs[_FIRST + 2 * num + k]:
-                results[_FIRST + 2 * num + k] = dy_TO.sum(0)
-        if needs[_FIRST - 1]:
-            results[_FIRST - 1] = torch.mm(dmiddle_Tm, left_Im.t()).reshape(x.shape)
-        if any(needs[_FIRST + k] for k in chosen):
-            dleft_Im = _product_with(x_TI.t(), dmiddle_Tm, ctx.transposed)
-            results[_FIRST : _FIRST + num] = _spread(dleft_Im.split(widths, 1), chosen, num)
-        return tuple(results)
+            return (None, *_differentiable_gradients(ctx, x_TI, given))
+        if len(given) < len(grads):
+            parts = left_Im.split(list(ctx.ranks), 1)
+            left_Im = torch.cat([parts[k] for k in given], 1)
+        if ctx.along_columns:
+            dmiddle_Tm = torch.cat([grad.t() for grad in given.values()]).t()
+        else:
+            dmiddle_Tm = torch.cat(tuple(given.values()), 1)
+        dx_TI = torch.mm(dmiddle_Tm, left_Im.t()) if ctx.needs_input_grad[1] else None
+        if not any(ctx.needs_input_grad[2:]):
+            return (None, dx_TI, *(None for _ in grads))
+        if ctx.along_columns:
+            dleft_Im = torch.mm(dmiddle_Tm.t(), x_TI).t()
+        else:
+            dleft_Im = torch.mm(x_TI.t(), dmiddle_Tm)
+        parts = dleft_Im.split([ctx.ranks[k] for k in given], 1)
+        dlefts = {k: _filled_up(part, ctx.lefts[k]) for k, part in zip(given, parts, strict=True)}
+        return (None, dx_TI, *(dlefts.get(k) for k in range(len(grads))))
 
 
-_FIRST = 3
-"""Place of the first factor among the arguments of ``_SharedInput``, after number, order and x."""
-
-
-def _product_with(left: Tensor, right: Tensor, transposed: bool) -> Tensor:
-    """Return ``left right``, stored by columns where ``transposed``."""
-    return torch.mm(right.t(), left.t()).t() if transposed else torch.mm(left, right)
-
-
-def _spread(parts: Sequence[Tensor], places: Sequence[int], num: int) -> list[Tensor | None]:
-    by_place = dict(zip(places, parts, strict=True))
-    return [by_place.get(place) for place in range(num)]
-
-
-def _mm_into(out: Tensor, left: Tensor, right: Tensor, transposed: bool) -> None:
-    if transposed:
-        torch.mm(right.t(), left.t(), out=out.t())
-    else:
-        torch.mm(left, right, out=out)
+def _filled_up(part: Tensor, like: Tensor) -> Tensor:
+    missing = like.shape[1] - part.shape[1]
+    return torch.constant_pad_nd(part, (0, missing)) if missing else part
 
 
 def _differentiable_gradients(
-    ctx: Any, x: Tensor, grads: Sequence[Tensor | None]
+    ctx: Any, x_TI: Tensor, grads: dict[int, Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients that have a graph: the outputs concerned are made again."""
-    given, num = ctx.given, len(grads)
-    if [None if t is None else t._version for t in given] != ctx.versions:
+    """Return gradients that have a graph: the middles concerned are made again."""
+    lefts: tuple[Tensor, ...] = ctx.lefts
+    if [left._version for left in lefts] != ctx.versions:
         raise RuntimeError(
             "a factor of a TT layer has been modified by an inplace operation between the forward "
             "pass and a backward pass with create_graph=True"
         )
-    chosen = [k for k, grad in enumerate(grads) if grad is not None]
     with torch.enable_grad():
-        made = _plain(x, *([given[part * num + k] for k in chosen] for part in range(3)))
-    inputs = {_FIRST - 1: x} if x.requires_grad else {}
-    inputs |= {
-        place: tensor
-        for place, tensor in enumerate(given, start=_FIRST)
-        if tensor is not None and tensor.requires_grad and (place - _FIRST) % num in chosen
-    }
+        made = _plain_middles(x_TI, [lefts[k].narrow(1, 0, ctx.ranks[k]) for k in grads])
+    inputs = {0: x_TI, **{1 + k: lefts[k] for k in grads}}
+    inputs = {place: tensor for place, tensor in inputs.items() if tensor.requires_grad}
     found = torch.autograd.grad(
-        made,
-        list(inputs.values()),
-        [grad for grad in grads if grad is not None],
-        create_graph=True,
-        allow_unused=True,
+        made, list(inputs.values()), list(grads.values()), create_graph=True
     )
-    results: list[Tensor | None] = [None] * (_FIRST + 3 * num)
-    for place, grad in zip(inputs, found, strict=True):
-        results[place] = grad
-    return tuple(results)
+    by_place = dict(zip(inputs, found, strict=True))
+    return tuple(by_place.get(place) for place in range(1 + len(lefts)))

@@ -1,0 +1,1 @@
+"""What TT layers share during one forward pass of their model."""
