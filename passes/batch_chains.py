@@ -52,10 +52,11 @@ class BatchChains:
 
     Numerics: keeps them, up to rounding.
     Leaves alone: groups that ``choose`` turns down; layout "ttm"; ranks cut to 0; cores that
-    depend on more than weights, are random, or may be written to; ``tt_embedding``, also where it
-    reads a head's cores: a table's cores are the head's in reverse order or cut the same weight
-    from its other side, so its ids and features are numbered otherwise; graphs that switch
-    gradients or autocast on the way, and module graphs.
+    depend on more than weights, are random, or may be written to; cores whose shapes the graph
+    does not tell; graphs that switch gradients or autocast on the way, and module graphs; and
+    ``tt_embedding``, also where it reads a head's cores. Its rows keep the cores' dtype under
+    autocast, which factors do not, and where ``FuseReconstruction`` reversed the cores, ids and
+    features are numbered in another order than the head's.
 
     Args:
         choose: Whether the calls of a group are rewritten, given in the graph's order.

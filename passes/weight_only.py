@@ -26,8 +26,8 @@ _LAYERS: tuple[object, ...] = tuple(
     )
     for target in (packet, packet.default)
 )
-_PACKAGES = ("torch", "_operator", "operator", "builtins", "comera_fx")
-_RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "rrelu")
+_PACKAGES = ("torch", "_operator", "operator")
+_RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "rrelu", "gumbel")
 
 
 def may_reorder(gm: fx.GraphModule) -> bool:
@@ -183,15 +183,19 @@ def _is_pure(node: fx.Node) -> bool:
         return not node.is_impure()
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
-    if node.op == "call_method":
-        name = str(node.target)
-    else:
-        name = fx.node._get_qualified_name(node.target)  # type: ignore[arg-type]
-        if name.split(".")[0] not in _PACKAGES or node.is_impure():
-            return False
-        name = name.split(".")[-1]
+    package, _, name = _qualified_name(node).rpartition(".")
+    if package.split(".")[0] not in _PACKAGES or node.is_impure():
+        return False
     is_write = name.endswith("_") and not name.endswith("__")
     if is_write or node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
         return False
     in_place = node.op == "call_function" and node.target in IN_PLACE
     return not in_place and not any(part in name for part in _RANDOM)
+
+
+def _qualified_name(node: fx.Node) -> str:
+    """Return the name of a function or method, with its package."""
+    if node.op == "call_method":
+        return f"torch.Tensor.{node.target}"
+    assert callable(node.target)
+    return fx.node._get_qualified_name(node.target)

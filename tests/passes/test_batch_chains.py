@@ -1,5 +1,6 @@
 """BatchChains: equal-shaped layers make their factors in one batched chain and compute the same."""
 
+import operator
 from textwrap import dedent
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-import comera_fx
 from comera_fx.passes.batch_chains import BatchChains
 from comera_fx.passes.pipeline import run_pipeline
 from comera_fx.report import format_graph
@@ -23,8 +23,8 @@ from tests.chained import (
     operators_of,
     products_of,
 )
-from tests.reconstructed import assert_same_results, floats, fuse, symbolic, targets
-from tests.tolerances import EXACT
+from tests.reconstructed import assert_same_results, floats, fuse, numbers_below, symbolic, targets
+from tests.tolerances import BY_DTYPE, EXACT
 
 LINEAR, FACTORS, APPLY = (f"comera_fx.tt_{n}.default" for n in ("linear", "factors", "apply"))
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -276,6 +276,48 @@ def test_cores_of_more_than_weights_are_left_alone(made):
     assert targets(after) == [FACTORS, APPLY, LINEAR]
 
 
+def ours(core: Tensor) -> Tensor:
+    return core * 2
+
+
+def test_cores_by_functions_that_are_not_torchs_are_left_alone():
+    gm = symbolic(Cores(lambda cores, x: [core * 2 for core in cores]))
+    for node in gm.graph.nodes:
+        if node.target is operator.mul:
+            node.target, node.args = ours, node.args[:1]
+    gm.recompile()
+    assert targets(batch(gm)) == [FACTORS, APPLY, LINEAR]
+
+
+def test_a_copy_that_is_written_to_counts_as_its_core():
+    gm = symbolic(Cores(lambda cores, x: [core.clone().mul_(2) for core in cores]))
+    assert BatchChains(every)(gm) == 0
+
+
+def test_a_table_on_the_cores_of_a_layer_is_left_alone():
+    class Table(Cores):
+        def forward(self, ids: Tensor) -> Tensor:
+            cores = [getattr(self, f"core_{k}") for k in range(4)]
+            rows = torch.ops.comera_fx.tt_embedding.default(ids, cores, None, "tt", 2, 6, 6)
+            return torch.ops.comera_fx.tt_linear.default(rows, cores, None, "tt", 2, 6, 6)
+
+    before = symbolic(Table(None))
+    after = batch(before)
+    assert targets(after) == ["comera_fx.tt_embedding.default", FACTORS, APPLY]
+    assert_same_results(after, before, numbers_below(6))
+
+
+@kinds
+def test_autocast_casts_as_before(kind):
+    model, x = back_to_back().float(), floats(4, 6).float()
+    before = operators_of(model, kind, x)
+    after = batch(before)
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, theirs = after(x), before(x)
+    assert mine.dtype == torch.bfloat16
+    torch.testing.assert_close(mine, theirs, **BY_DTYPE[torch.bfloat16])
+
+
 def test_cores_that_are_written_to_are_left_alone():
     class Written(Cores):
         def forward(self, x: Tensor) -> Tensor:
@@ -314,11 +356,7 @@ def test_module_graphs_are_left_alone():
         def forward(self, x: Tensor) -> Tensor:
             return self.one(x) if x.sum() > 0 else self.one(-x)
 
-    captured = comera_fx.capture.capture(Branches())
-    assert captured.kind == "module_graph"
-    from comera_fx.passes.tt_module_to_op import TTModuleToOp
-
-    gm = run_pipeline(captured.gm, [TTModuleToOp()])
+    gm = operators_of(Branches(), "module_graph", floats(4, 6))
     assert targets(gm) == [LINEAR]
     assert BatchChains(every)(gm) == 0
 

@@ -274,6 +274,22 @@ def test_graphs_that_switch_gradients_off_are_left_alone():
     assert ShareInput()(gm) == 0
 
 
+def test_module_graphs_are_left_alone():
+    class Branches(ManyUsers):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) if x.sum() > 0 else self.other(x)
+
+    gm = operators_of(Branches(), "module_graph", floats(4, 6))
+    for node in list(gm.graph.nodes):
+        if str(node.target) == "comera_fx.tt_linear.default":
+            with gm.graph.inserting_before(node):
+                factors = [gm.graph.get_attr("one.core_0"), gm.graph.get_attr("one.core_3")]
+                args = (node.args[0], factors[:1], factors[1:], [None])
+                gm.graph.call_function(torch.ops.comera_fx.tt_apply.default, args)
+    assert widths(gm) == [1, 1]
+    assert ShareInput()(gm) == 0
+
+
 # ---- the form of the rewrite ----
 
 
