@@ -117,12 +117,10 @@ def _groups(gm: fx.GraphModule, weights: WeightOnly) -> list[list[_Apply]]:
 
 def _can_join(gm: fx.GraphModule, weights: WeightOnly, apply: _Apply, first: fx.Node) -> bool:
     """Whether a node gives the same at the place of ``first``."""
-    for node in apply.weights():
-        if weights.key(node) is None and not (
-            stands_before(node, first) and not is_written(gm, node)
-        ):
-            return False
-    return not changes_between(gm, apply.x, first, apply.node)
+    fixed = [node for node in apply.weights() if weights.key(node) is None]
+    if not all(stands_before(node, first) for node in fixed):
+        return False
+    return not any(changes_between(gm, node, first, apply.node) for node in (apply.x, *fixed))
 
 
 def _merge(gm: fx.GraphModule, weights: WeightOnly, group: Sequence[_Apply]) -> None:

@@ -251,6 +251,24 @@ def test_an_input_that_is_written_to_in_between_keeps_its_readers_apart():
     assert ShareInput()(gm) == 0
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_bias_of_the_input_that_stands_before_is_shared_unless_written_to(is_written):
+    class Biased(Factors):
+        def forward(self, x: Tensor) -> Tensor:
+            apply = torch.ops.comera_fx.tt_apply.default
+            base = x * 2
+            row = base.select(0, 0)
+            y = apply(x, [self.left], [self.right], [row])[0]
+            if is_written:
+                base.mul_(2)
+            return y + apply(x, [self.left], [self.right + 1], [row])[0]
+
+    before = symbolic(Biased(None))
+    after = run_pipeline(before, [ShareInput()])
+    assert widths(after) == ([1, 1] if is_written else [2])
+    assert_same_results(after, before, floats(4, 6))
+
+
 def test_an_input_that_was_written_to_before_is_shared():
     class Before(nn.Module):
         def __init__(self) -> None:
