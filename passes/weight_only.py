@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, fx
 
 from comera_fx import ops as ops  # registers the operators
-from comera_fx.passes.weight_reads import IN_PLACE, is_written, may_return_view, writers_of
+from comera_fx.passes.weight_reads import (
+    IN_PLACE,
+    is_writer,
+    is_written,
+    may_return_view,
+    writers_of,
+)
 from comera_fx.replay import value_of
 
 _MODES: tuple[object, ...] = (
@@ -46,10 +52,14 @@ def changes_between(gm: fx.GraphModule, node: fx.Node, first: fx.Node, last: fx.
 
     By the node itself, or by what it may be a view of.
     """
-    seen, waiting = {node}, [node]
+    writers = set()
+    while (first := first.next) is not last:
+        if is_writer(gm, first):
+            writers.add(first)
+    seen, waiting = {node}, [node] if writers else []
     while waiting:
         held = waiting.pop()
-        if any(first < writer < last for writer in writers_of(gm, held)):
+        if not writers.isdisjoint(writers_of(gm, held)):
             return True
         if held.op not in ("placeholder", "get_attr") and may_return_view(held):
             new = [inner for inner in held.all_input_nodes if inner not in seen]

@@ -202,6 +202,11 @@ def writers_of(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
                 waiting.append(user)
 
 
+def is_writer(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node may change in place something that it reads."""
+    return any(_writes(gm, node, held) for held in node.all_input_nodes)
+
+
 def _writes(gm: fx.GraphModule, user: fx.Node, held: fx.Node) -> bool:
     if user.op == "call_module":
         return bool(getattr(gm.get_submodule(str(user.target)), "inplace", False))
