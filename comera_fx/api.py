@@ -17,11 +17,13 @@ from comera_fx.config import OptimizeConfig
 from comera_fx.errors import ConfigError, WeightError
 from comera_fx.measure import measure_layers
 from comera_fx.modules import TTEmbedding, TTLinear, TTModule
+from comera_fx.passes.batch_chains import BatchChains
 from comera_fx.passes.embedding_to_ttm import EmbeddingToTTM
 from comera_fx.passes.fuse_reconstruction import FuseReconstruction
 from comera_fx.passes.linear_to_tt import LinearToTT
 from comera_fx.passes.match import layers_by_input
 from comera_fx.passes.pipeline import Pass, run_pipeline
+from comera_fx.passes.share_input import ShareInput
 from comera_fx.passes.tt_module_to_op import TTModuleToOp
 from comera_fx.policy import (
     Choice,
@@ -29,6 +31,7 @@ from comera_fx.policy import (
     decide,
     ranks_depend_on_weights,
     refuse_if_nothing,
+    worth_sharing,
 )
 from comera_fx.report import Report, active_watchers, attach_record, explain_model
 from comera_fx.spec import TTSpec
@@ -130,7 +133,9 @@ def explain(model: nn.Module, example_inputs: object = None, *, measure: bool = 
     return explain_model(model, num_tokens, measured)
 
 
-def graph(model: nn.Module, example_inputs: object = None) -> fx.GraphModule:
+def graph(
+    model: nn.Module, example_inputs: object = None, *, share: bool = False
+) -> fx.GraphModule:
     """Return the FX graph of a model, each TT layer being a single operator node.
 
     So is each layer on a weight that the model makes from cores, by ``tt_dense``.
@@ -138,6 +143,9 @@ def graph(model: nn.Module, example_inputs: object = None) -> fx.GraphModule:
     Args:
         model: An optimised model, or any other.
         example_inputs: As for ``optimize``; with it the graph comes from ``torch.export``.
+        share: Whether layers share in the graph what they share while the model runs: factors
+            made in one batch, one product with an input that several read, where that is
+            predicted to be faster in training.
 
     Returns:
         A graph that shares its weights with ``model``. ``meta["capture"]`` names the method
@@ -150,6 +158,8 @@ def graph(model: nn.Module, example_inputs: object = None) -> fx.GraphModule:
     _check_model(model, "graph")
     captured = capture(model, example_inputs)
     passes: list[Pass] = [TTModuleToOp(), FuseReconstruction()]
+    if share:
+        passes += [BatchChains(worth_sharing), ShareInput()]
     gm = run_pipeline(captured.gm, passes, watchers=active_watchers())
     gm.meta.update(capture=captured.kind, notes=list(captured.notes))
     return gm

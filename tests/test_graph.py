@@ -139,3 +139,37 @@ def test_a_renamed_part_gets_a_name_that_is_free():
     targets = [n.target for n in gm.graph.nodes if n.op == "call_module"]
     assert targets == ["layers.class___", "layers.class_", "layers.class__"]
     assert [gm.get_submodule(target) for target in targets] == list(model.layers.values())
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(96, 96) for _ in range(4))
+
+    def forward(self, x):
+        return self.out(torch.softmax(self.q(x) @ self.k(x).mT, -1) @ self.v(x))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_shared_graph_computes_the_same_with_fewer_nodes(given, monkeypatch):
+    monkeypatch.setattr(comera_fx.api, "worth_sharing", lambda nodes: len(nodes) > 1)
+    config = comera_fx.OptimizeConfig(init="random", max_rank=8, only_if_faster=False, min_params=0)
+    x = torch.randn(2, 5, 96)
+    model = comera_fx.optimize(Attention(), x, config=config)
+    alone, shared = (comera_fx.graph(model, x if given else None, share=s) for s in (False, True))
+    found = [node.target for node in shared.graph.nodes]
+    assert found.count(torch.ops.comera_fx.tt_factors.default) == 1
+    assert found.count(torch.ops.comera_fx.tt_apply.default) == 2
+    assert torch.ops.comera_fx.tt_linear.default not in found
+    torch.testing.assert_close(shared(x), alone(x))
+    assert comera_fx.format_graph(shared.graph).count("[comera_fx.tt_apply") == 2
+
+
+@pytest.mark.parametrize(("num_layers", "shares"), [(12, True), (1, False)])
+def test_whether_sharing_pays_is_predicted(num_layers, shares):
+    model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(num_layers)))
+    config = comera_fx.OptimizeConfig(init="random", max_rank=30, only_if_faster=False)
+    x = torch.randn(16, 768)
+    gm = comera_fx.graph(comera_fx.optimize(model, x, config=config), x, share=True)
+    made = [node for node in gm.graph.nodes if "tt_factors" in str(node.target)]
+    assert bool(made) is shares

@@ -100,7 +100,8 @@ class _Contraction(torch.autograd.Function):
         ctx.run = code, num_tokens, len(kept_leaves), [leaf.shape for leaf in leaves]
         ctx.bias_size = None if bias is None else bias.shape[0]
         # A view made in here could not be changed in place afterwards, as a layer's output may.
-        return torch.ops.aten._unsafe_view(result, shape) if result._is_view() else result
+        owned: Tensor = torch.ops.aten._unsafe_view(result, shape) if result._is_view() else result
+        return owned
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
