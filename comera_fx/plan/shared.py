@@ -22,8 +22,10 @@ CHAINS_CALL = 7.0
 """Making factors, of however many layers."""
 CHAINS_CALL_OF_LAYER = 0.8
 """What each layer adds to it."""
-JOINT_CALL = 0.7
+JOINT_CALL = 0.3
 """What each layer adds to reading an input with others."""
+CACHE_BYTES = 4 << 20
+"""Bytes up to which what is written is read from a cache."""
 FORWARD_CALL = 0.4
 """Share of all these that falls to the forward pass."""
 
@@ -165,22 +167,29 @@ def check_seconds(sizes: Sizes) -> float:
 
 
 def _chains_seconds(sizes: Sizes, num_layers: int, width: int, without_head: bool) -> float:
-    spec, costs, itemsize = sizes.spec, sizes.costs, sizes.itemsize
-    cut, launch = len(spec.in_modes), costs.launch_seconds
+    spec = sizes.spec
+    cut, launch = len(spec.in_modes), sizes.costs.launch_seconds
     shapes = [*_left_chain(spec), *_right_chain(spec, cut + without_head)]
     if sizes.needs_core_grad:
         shapes += [shape for m, n, k in shapes for shape in ((k, n, m), (m, k, n))]
     seconds = sizes.call_seconds(CHAINS_CALL + CHAINS_CALL_OF_LAYER * num_layers)
     for shape in shapes:
         seconds += launch + num_layers * (_product_seconds(sizes, *shape) - launch)
-    copied = spec.num_params
+    return seconds + _moved_seconds(sizes, num_layers, width, without_head)
+
+
+def _moved_seconds(sizes: Sizes, num_layers: int, width: int, without_head: bool) -> float:
+    """Return the time of writing stacks and factors, and in training their gradients."""
+    spec, cut = sizes.spec, len(sizes.spec.in_modes)
+    cores, right = spec.num_params, width * spec.out_size
     if without_head:
-        copied -= prod(spec.core_shapes[cut])
-    if sizes.needs_core_grad:
-        split = spec.ranks[cut + 1] * spec.out_size // spec.out_modes[0]
-        copied += spec.in_size * width
-        copied += split if without_head else spec.out_size * width
-    return seconds + 2 * copied * num_layers * itemsize / costs.bytes_per_second
+        cores -= prod(spec.core_shapes[cut])
+        right = spec.ranks[cut + 1] * spec.out_size // spec.out_modes[0]
+    moved = (cores + spec.in_size * width + right) * num_layers * sizes.itemsize
+    moved *= 2 if sizes.needs_core_grad else 1
+    costs = sizes.costs
+    fits = moved <= CACHE_BYTES
+    return moved / (costs.bytes_per_second if fits else costs.copied_bytes_per_second)
 
 
 def _left_chain(spec: TTSpec) -> list[tuple[int, int, int]]:

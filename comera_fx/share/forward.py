@@ -151,16 +151,16 @@ class RootForward:
     def take(self, layer: TTModule, x: Tensor) -> Tensor | None:
         """Return the layer's output of ``x``, or ``None`` where it has to compute by itself."""
         group = self.layers.groups.get(layer)
-        if group is None or self.state != thread_state():
+        if group is None:
             return None
         cast = _autocast_dtype(group.signature)
-        if not _accepts(group.signature, x, cast):
+        decision = self.layers.decide(group, x, self.tracks, cast)
+        if decision is None or self.state != thread_state():
             return None
         given, bias = given_of(layer), layer._parameters["bias"]
         output = self.outputs.pop(layer, None)
         if output is not None and output.fits(x, bias):
             return output.y if self.entries[layer].is_current(given) else None
-        decision = self.layers.decide(group, x, self.tracks, cast)
         if decision.keeps and not layer.training and cast is None:
             kept = self.layers.kept.factors(layer, group.chains(1, decision.width), given)
             if kept is not None:
@@ -228,9 +228,9 @@ class RootForward:
         entries, sizes, widths, ranks = [], [], [], []
         for member in members:
             group = self.layers.groups.get(member)
-            if group is None or not _accepts(group.signature, x, cast):
+            decision = group and self.layers.decide(group, x, self.tracks, cast)
+            if group is None or decision is None:
                 return False
-            decision = self.layers.decide(group, x, self.tracks, cast)
             entry = self._entry(member, group, decision, cast)
             if entry is None or not entry.is_current(given_of(member)):
                 return False
@@ -267,18 +267,6 @@ def _autocast_dtype(signature: Signature) -> torch.dtype | None:
         return None
     dtype = torch.get_autocast_dtype(kind)
     return None if signature.dtype in (torch.float64, dtype) else dtype
-
-
-def _accepts(signature: Signature, x: Tensor, cast: torch.dtype | None) -> bool:
-    """Whether an input is one that the layer can be sure to accept."""
-    return (
-        type(x) in (Tensor, nn.Parameter)
-        and x.dim() > 0
-        and x.numel() > 0
-        and x.shape[-1] == signature.in_features
-        and (x.dtype is signature.dtype or (cast is not None and x.dtype is cast))
-        and x.device == signature.device
-    )
 
 
 def _may_change_input(layer: TTModule) -> bool:

@@ -77,8 +77,20 @@ class Group:
         self.layers, self.signature = layers, signature
         self.spec: TTSpec = spec_of("tt", layers[0].num_in_modes, signature.shapes)
         self.first_cores = [layer.cores[0] for layer in layers]
-        self.decisions: dict[Hashable, Decision] = {}
+        self.decisions: dict[Hashable, Decision | None] = {}
         self._chains: dict[Hashable, Chains] = {}
+
+    def accepts(self, x: Tensor, cast: torch.dtype | None) -> bool:
+        """Whether an input is one that a layer can be sure to accept."""
+        signature = self.signature
+        return (
+            type(x) in (Tensor, nn.Parameter)
+            and x.dim() > 0
+            and x.numel() > 0
+            and x.shape[-1] == signature.in_features
+            and x.dtype in (signature.dtype, cast)
+            and x.device == signature.device
+        )
 
     def chains(
         self,
@@ -157,20 +169,24 @@ class Layers:
         groups = [Group(layers, signature) for signature, layers in found.items()]
         self.groups = {layer: group for group in groups for layer in group.layers}
 
-    def decide(self, group: Group, x: Tensor, tracks: bool, cast: torch.dtype | None) -> Decision:
-        """Return what is faster for a layer, by prediction.
+    def decide(
+        self, group: Group, x: Tensor, tracks: bool, cast: torch.dtype | None
+    ) -> Decision | None:
+        """Return what is faster for a layer, by prediction; ``None`` if it is to go its own way.
 
         Args:
             group: The layer's.
-            x: Its input, not empty.
+            x: Its input.
             tracks: Whether gradients are wanted.
-            cast: What the products are cast to, if they are.
+            cast: What an autocast makes of the products, if it does.
         """
-        key = x.shape, x.requires_grad, tracks, cast
-        decision = group.decisions.get(key)
-        if decision is None:
-            if len(group.decisions) >= MOST_DECISIONS:
-                group.decisions.clear()
+        key = type(x), x.shape, x.dtype, x.device, x.requires_grad, tracks, cast
+        if key in group.decisions:
+            return group.decisions[key]
+        if len(group.decisions) >= MOST_DECISIONS:
+            group.decisions.clear()
+        decision = None
+        if group.accepts(x, cast):
             sizes = Sizes(
                 group.spec,
                 bucket_tokens(x.numel() // x.shape[-1]),
@@ -179,7 +195,10 @@ class Layers:
                 (cast or x.dtype).itemsize,
                 x.device.type,
             )
-            decision = group.decisions[key] = self._decide(group, sizes, cast)
+            decision = self._decide(group, sizes, cast)
+        if decision is not None and not (decision.makes or decision.uses or decision.keeps):
+            decision = None
+        group.decisions[key] = decision
         return decision
 
     def _decide(self, group: Group, sizes: Sizes, cast: torch.dtype | None) -> Decision:
