@@ -126,11 +126,12 @@ def cost_reason(
     return reason
 
 
-def worth_sharing(nodes: Sequence[fx.Node]) -> bool:
+def worth_sharing(spec: TTSpec, nodes: Sequence[fx.Node]) -> bool:
     """Whether equal-shaped TT layers are predicted to train faster on factors made at once.
 
     Args:
-        nodes: Their ``tt_linear`` nodes, of one spec.
+        spec: Shape of each.
+        nodes: Their ``tt_linear`` nodes.
     """
     values = (node.all_input_nodes[0].meta.get("val") for node in nodes)
     inputs = [value for value in values if value is not None]
@@ -138,7 +139,7 @@ def worth_sharing(nodes: Sequence[fx.Node]) -> bool:
     known = [count for count in rows if isinstance(count, int)]  # not a symbol
     hint = max(int(str(n.kwargs.get("num_tokens_hint", DEFAULT_NUM_TOKENS))) for n in nodes)
     sizes = Sizes(
-        nodes[0].meta["tt_spec"],
+        spec,
         bucket_tokens(max(known, default=hint)),
         itemsize=inputs[0].element_size() if inputs else 4,
         device_type=inputs[0].device.type if inputs else "cpu",

@@ -59,13 +59,13 @@ class BatchChains:
     features are numbered in another order than the head's.
 
     Args:
-        choose: Whether the calls of a group are rewritten, given in the graph's order.
+        choose: Whether the calls of a group are rewritten, given its spec, in the graph's order.
 
     Source:
         Oseledets, "Tensor-Train Decomposition", SISC 2011: an unfolding of the tensor at a bond.
     """
 
-    choose: Callable[[Sequence[fx.Node]], bool]
+    choose: Callable[[TTSpec, Sequence[fx.Node]], bool]
     keeps_numerics: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> int:
@@ -81,7 +81,7 @@ class BatchChains:
                 groups.setdefault(group, []).append(node)
         num_rewrites = 0
         for group, nodes in groups.items():
-            if self.choose(nodes):
+            if self.choose(group.spec, nodes):
                 _rewrite(weights, group, nodes)
                 num_rewrites += len(nodes)
         return num_rewrites

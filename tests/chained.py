@@ -29,7 +29,7 @@ def layer(spec: TTSpec = SPEC, size: int = 6, *, bias: bool = True, seed: int = 
     return made
 
 
-def every(calls: Sequence[fx.Node]) -> bool:
+def every(spec, calls: Sequence[fx.Node]) -> bool:
     return True
 
 
