@@ -18,7 +18,11 @@ from torch import Tensor
 from comera_fx.lower.chunk import Chains, Chunk
 from comera_fx.lower.execute import needs_plain_operators
 from comera_fx.lower.partial import PartialBackward
+from comera_fx.plan.cost import cost_model
 from comera_fx.spec import TTSpec
+
+MOST_FILLING = 1.25
+"""How many times the middle rank a width may be that is chosen without knowing the tokens."""
 
 
 def factors(
@@ -34,9 +38,14 @@ def factors(
         spec: Shape of each layer, in layout "tt".
         num_layers: Number of layers.
         features: Rows of the left factors and columns of the right ones.
+
+    Returns:
+        Factors whose width the device's products like, the middle rank filled up with zeros.
     """
     middle = spec.ranks[len(spec.in_modes)]
-    return make_factors(Chains(spec, num_layers, *features, middle), cores)
+    padded = cost_model(cores[0].device.type).padded(middle)
+    width = padded if padded <= MOST_FILLING * middle else middle
+    return make_factors(Chains(spec, num_layers, *features, width), cores)
 
 
 def make_factors(
@@ -57,7 +66,7 @@ def make_factors(
     given = (*cores, *weights)
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     made: Sequence[Tensor]
-    if tracked and not needs_plain_operators(cores[0]):
+    if tracked and not (cores[0].is_complex() or needs_plain_operators(cores[0])):
         made = _Factors.apply(chains, *given)  # type: ignore[no-untyped-call]
     else:
         made = _forward(chains, given)[0]

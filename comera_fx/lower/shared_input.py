@@ -50,7 +50,7 @@ def apply_factors(
     middles: Sequence[Tensor]
     if len(lefts) == 1:
         middles = (torch.mm(x_TI, lefts[0]),)
-    elif needs_plain_operators(x):
+    elif x.is_complex() or needs_plain_operators(x):
         middles = _plain_middles(x_TI, lefts)
     elif ranks is not None and x_TI.shape[0] >= ALONG_COLUMNS:
         middles = _SharedInput.apply(ranks, x_TI, *lefts)  # type: ignore[no-untyped-call]

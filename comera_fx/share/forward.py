@@ -51,6 +51,7 @@ def enter(root: nn.Module, layers: Layers) -> None:
     One that was left open, as by an interrupt, is dropped first.
     """
     leave(root)
+    layers.refresh()
     if root.training or torch.is_grad_enabled():
         layers.kept.clear()
     state = thread_state()
@@ -161,10 +162,9 @@ class RootForward:
         output = self.outputs.pop(layer, None)
         if output is not None and output.fits(x, bias):
             return output.y if self.entries[layer].is_current(given) else None
-        if decision.keeps and not layer.training and cast is None:
-            kept = self.layers.kept.factors(layer, group.chains(1, decision.width), given)
-            if kept is not None:
-                return apply_factors(x, kept[:1], kept[1:], (bias,))[0]
+        kept = self.layers.kept_factors(layer, group, decision, given)
+        if kept is not None:
+            return apply_factors(x, kept[:1], kept[1:], (bias,))[0]
         entry = self._entry(layer, group, decision, cast)
         if entry is None or not entry.is_current(given):
             return None

@@ -50,7 +50,7 @@ def signature_of(layer: TTModule) -> Signature | None:
     first = cores[0]
     if not all(type(core) in (nn.Parameter, Tensor) for core in cores) or first.is_inference():
         return None
-    if first.device.type == "meta" or not all(core.numel() for core in cores):
+    if first.device.type == "meta" or first.is_complex() or not all(map(Tensor.numel, cores)):
         return None
     adapts = "rank_weight_1" in layer._parameters
     return Signature(
@@ -150,10 +150,12 @@ class Layers:
         self, root: nn.Module, layers: Sequence[TTModule], joint: Sequence[Sequence[TTModule]]
     ) -> None:
         self.root = weakref.ref(root)
-        self.layers = layers
-        self.joint = {layer: tuple(members) for members in joint for layer in members}
+        self.layers = [layer for layer in layers if _may_share(layer)]
+        able = [tuple(filter(_may_share, members)) for members in joint]
+        self.joint = {layer: members for members in able if len(members) > 1 for layer in members}
         self.kept = KeptFactors()
         self.groups: dict[TTModule, Group] = {}
+        self._num_passes = 0
         self.regroup()
 
     def regroup(self) -> None:
@@ -168,6 +170,38 @@ class Layers:
                     found.setdefault(signature, []).append(layer)
         groups = [Group(layers, signature) for signature, layers in found.items()]
         self.groups = {layer: group for group in groups for layer in group.layers}
+
+    def refresh(self) -> None:
+        """Look at one layer, and group anew if it is not what it was grouped by.
+
+        Whoever makes factors looks at all of them; this is for changes, such as of the dtype, with
+        which nobody would make any.
+        """
+        if not self.layers:
+            return
+        self._num_passes += 1
+        layer = self.layers[self._num_passes % len(self.layers)]
+        group = self.groups.get(layer)
+        if signature_of(layer) != (group and group.signature):
+            self.regroup()
+
+    def kept_factors(
+        self, layer: TTModule, group: Group, decision: Decision, given: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the factors that are kept of a layer, if there are any and they are to be used.
+
+        Args:
+            layer: A layer that is only evaluated.
+            group: Its group.
+            decision: What is faster for it.
+            given: Its cores and rank weights.
+        """
+        if not decision.keeps or layer.training:
+            return None
+        kept = self.kept.factors(layer, given)
+        if kept is None and self.kept.is_due(layer) and signature_of(layer) == group.signature:
+            kept = self.kept.make(layer, group.chains(1, decision.width), given)
+        return kept
 
     def decide(
         self, group: Group, x: Tensor, tracks: bool, cast: torch.dtype | None
@@ -219,8 +253,22 @@ class Layers:
             shared.without_head,
             makes=shared.wins(num_layers, saving),
             uses=shared.apply_seconds < shared.own_seconds,
-            keeps=not trains and alone < shared.own_seconds and sizes.device_type == "cpu",
+            keeps=not trains
+            and cast is None
+            and alone < shared.own_seconds
+            and sizes.device_type == "cpu",
         )
+
+
+def _may_share(layer: TTModule) -> bool:
+    """Whether factors are a form of the layer, and time is what its plan is to save."""
+    config = getattr(layer, "plan_config", None)
+    return (
+        layer.layout == "tt"
+        and config is not None
+        and config.objective == "time"
+        and config.memory_limit_bytes is None
+    )
 
 
 def is_sharded(module: nn.Module) -> bool:
