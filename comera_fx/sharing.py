@@ -32,6 +32,8 @@ class ShareForward:
         """Open a forward pass of ``root``."""
         if torch.compiler.is_compiling():  # first: dynamo goes no further
             return
+        if torch._C._get_tracing_state() is not None:  # sizes are tensors there
+            return
         layers = self._layers
         if layers is None or layers.root() is not root:
             layers = self._layers = self._find(root)

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -512,3 +513,11 @@ def test_fewer_products_are_launched():
             each(x_of()).sum().backward()
         counts.append(products.count)
     assert counts[0] < 0.7 * counts[1]
+
+
+def test_a_model_that_shares_can_be_traced():
+    model, alone = make(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(model, (x_of(),), check_trace=False)
+    torch.testing.assert_close(traced(x_of(7)), alone(x_of(7)))
