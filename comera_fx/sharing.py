@@ -34,10 +34,13 @@ class ShareForward:
             return
         if torch._C._get_tracing_state() is not None:  # sizes are tensors there
             return
+        enter(root, self._layers_of)
+
+    def _layers_of(self, root: nn.Module) -> Layers:
         layers = self._layers
         if layers is None or layers.root() is not root:
             layers = self._layers = self._find(root)
-        enter(root, layers)
+        return layers
 
     def _find(self, root: nn.Module) -> Layers:
         """Return the layers that still are where they were; others may have taken their place."""

@@ -12,7 +12,7 @@ the pass began. In any doubt ``take`` says ``None``, and the layer goes its own 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -45,18 +45,24 @@ def take(layer: TTModule, x: Tensor) -> Tensor | None:
     return forwards[-1].take(layer, x) if forwards else None
 
 
-def enter(root: nn.Module, layers: Layers) -> None:
-    """Open a forward pass of ``root`` on this thread.
+def enter(root: nn.Module, find: Callable[[nn.Module], Layers]) -> None:
+    """Open a forward pass of ``root`` on this thread, unless something looks at single operators.
 
     One that was left open, as by an interrupt, is dropped first.
+
+    Args:
+        root: The model.
+        find: Returns its layers.
     """
     leave(root)
+    state = thread_state()
+    if state is None:
+        return
+    layers = find(root)
     layers.refresh()
     if root.training or torch.is_grad_enabled():
         layers.kept.clear()
-    state = thread_state()
-    if state is not None:
-        _thread.forwards.append(RootForward(root, layers, state))
+    _thread.forwards.append(RootForward(root, layers, state))
 
 
 def leave(root: nn.Module) -> None:
