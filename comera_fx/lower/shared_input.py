@@ -1,8 +1,7 @@
 """Apply the factors of one or more layers to one input: ``y_i = (x L_i) R_i + b_i``.
 
 With several layers their left factors stand side by side in one product, forward, for the input's
-gradient and for their own. What is kept is the input, the middle and the factors. Many tokens run
-along the columns of these products, so that the number of ranks need not fill whole tiles.
+gradient and for their own. What is kept is the input, the middle and the factors.
 
 A right factor may come as two, its first core H and the rest R: with few tokens ``(x L) H`` takes
 less than H R does. The middle's rows then are (token, mode of H).
@@ -21,9 +20,6 @@ from torch import Tensor
 from comera_fx.lower.execute import needs_plain_operators
 from comera_fx.lower.partial import PartialBackward
 
-ALONG_COLUMNS = 512
-"""Number of tokens from which they run along the columns."""
-
 
 def apply_factors(
     x: Tensor,
@@ -31,7 +27,6 @@ def apply_factors(
     rights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     heads: Sequence[Tensor | None] | None = None,
-    ranks: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """Return the outputs of layers that read one input.
 
@@ -43,8 +38,6 @@ def apply_factors(
         rights: ``(r, O)`` each; without its first core ``(s, O / mode)``.
         biases: ``(O,)`` each, or ``None``.
         heads: The first core ``(r, mode, s)`` of each right factor that is without it.
-        ranks: Columns of each left factor, and rows of each right one, that are no filling; all,
-            if it is not said.
     """
     x_TI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     middles: Sequence[Tensor]
@@ -52,11 +45,8 @@ def apply_factors(
         middles = (torch.mm(x_TI, lefts[0]),)
     elif x.is_complex() or needs_plain_operators(x):
         middles = _plain_middles(x_TI, lefts)
-    elif ranks is not None and x_TI.shape[0] >= ALONG_COLUMNS:
-        middles = _SharedInput.apply(ranks, x_TI, *lefts)  # type: ignore[no-untyped-call]
-        rights = [right.narrow(0, 0, rank) for right, rank in zip(rights, ranks, strict=True)]
     else:
-        middles = _SharedInput.apply(None, x_TI, *lefts)  # type: ignore[no-untyped-call]
+        middles = _SharedInput.apply(x_TI, *lefts)  # type: ignore[no-untyped-call]
     heads = (None,) * len(lefts) if heads is None else heads
     outputs = map(_output, middles, heads, rights, biases)
     if x.dim() == 2:
@@ -81,54 +71,34 @@ class _SharedInput(torch.autograd.Function):
     """The middles of several layers, made in one product; one node, as if each had its own."""
 
     @staticmethod
-    def forward(
-        ctx: Any, ranks: Sequence[int] | None, x_TI: Tensor, *lefts: Tensor
-    ) -> tuple[Tensor, ...]:
-        if ranks is None:
-            left_Im = torch.cat(lefts, 1)
-            middle_Tm = torch.mm(x_TI, left_Im)
-        else:
-            parts = zip(lefts, ranks, strict=True)
-            left_Im = torch.cat([left.t().narrow(0, 0, rank) for left, rank in parts]).t()
-            middle_Tm = torch.mm(left_Im.t(), x_TI.t()).t()
+    def forward(ctx: Any, x_TI: Tensor, *lefts: Tensor) -> tuple[Tensor, ...]:
+        left_Im = torch.cat(lefts, 1)
         ctx.save_for_backward(x_TI, left_Im)
         ctx.set_materialize_grads(False)
         ctx.lefts, ctx.versions = lefts, [left._version for left in lefts]
-        ctx.along_columns = ranks is not None
-        ctx.ranks = [left.shape[1] for left in lefts] if ranks is None else ranks
+        ctx.widths = [left.shape[1] for left in lefts]
         ctx.partial = PartialBackward(len(lefts))
-        return tuple(middle_Tm.split(list(ctx.ranks), 1))
+        return tuple(torch.mm(x_TI, left_Im).split(ctx.widths, 1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = {k: grad for k, grad in enumerate(grads) if grad is not None}
         if not given:
-            return (None,) * (2 + len(grads))
+            return (None,) * (1 + len(grads))
         x_TI, left_Im = ctx.partial.saved(ctx, set(given))
         if torch.is_grad_enabled():
-            return (None, *_differentiable_gradients(ctx, x_TI, given))
+            return _differentiable_gradients(ctx, x_TI, given)
         if len(given) < len(grads):
-            parts = left_Im.split(list(ctx.ranks), 1)
+            parts = left_Im.split(ctx.widths, 1)
             left_Im = torch.cat([parts[k] for k in given], 1)
-        if ctx.along_columns:
-            dmiddle_Tm = torch.cat([grad.t() for grad in given.values()]).t()
-        else:
-            dmiddle_Tm = torch.cat(tuple(given.values()), 1)
-        dx_TI = torch.mm(dmiddle_Tm, left_Im.t()) if ctx.needs_input_grad[1] else None
-        if not any(ctx.needs_input_grad[2:]):
-            return (None, dx_TI, *(None for _ in grads))
-        if ctx.along_columns:
-            dleft_Im = torch.mm(dmiddle_Tm.t(), x_TI).t()
-        else:
-            dleft_Im = torch.mm(x_TI.t(), dmiddle_Tm)
-        parts = dleft_Im.split([ctx.ranks[k] for k in given], 1)
-        dlefts = {k: _filled_up(part, ctx.lefts[k]) for k, part in zip(given, parts, strict=True)}
-        return (None, dx_TI, *(dlefts.get(k) for k in range(len(grads))))
-
-
-def _filled_up(part: Tensor, like: Tensor) -> Tensor:
-    missing = like.shape[1] - part.shape[1]
-    return torch.constant_pad_nd(part, (0, missing)) if missing else part
+        dmiddle_Tm = torch.cat(tuple(given.values()), 1)
+        dx_TI = torch.mm(dmiddle_Tm, left_Im.t()) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[1:]):
+            return (dx_TI, *(None for _ in grads))
+        dleft_Im = torch.mm(x_TI.t(), dmiddle_Tm)
+        parts = dleft_Im.split([ctx.widths[k] for k in given], 1)
+        dlefts = dict(zip(given, parts, strict=True))
+        return (dx_TI, *(dlefts.get(k) for k in range(len(grads))))
 
 
 def _differentiable_gradients(
@@ -142,7 +112,7 @@ def _differentiable_gradients(
             "pass and a backward pass with create_graph=True"
         )
     with torch.enable_grad():
-        made = _plain_middles(x_TI, [lefts[k].narrow(1, 0, ctx.ranks[k]) for k in grads])
+        made = _plain_middles(x_TI, [lefts[k] for k in grads])
     inputs = {0: x_TI, **{1 + k: lefts[k] for k in grads}}
     inputs = {place: tensor for place, tensor in inputs.items() if tensor.requires_grad}
     found = torch.autograd.grad(

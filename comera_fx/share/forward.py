@@ -231,7 +231,7 @@ class RootForward:
             return False
         if any(map(_may_change_input, members)) or _has_global_hooks():
             return False
-        entries, sizes, widths, ranks = [], [], [], []
+        entries, sizes, widths = [], [], []
         for member in members:
             group = self.layers.groups.get(member)
             decision = group and self.layers.decide(group, x, self.tracks, cast)
@@ -243,7 +243,6 @@ class RootForward:
             entries.append(entry)
             sizes.append(decision.sizes)
             widths.append(entry.left.shape[1])
-            ranks.append(decision.sizes.middle)
         if joint_saving(tuple(sizes), tuple(widths)) <= 0:
             return False
         biases = [member._parameters["bias"] for member in members]
@@ -253,7 +252,6 @@ class RootForward:
             [entry.right for entry in entries],
             biases,
             [entry.head for entry in entries],
-            ranks,
         )
         for member, bias, y in zip(members, biases, ys, strict=True):
             version = 0 if bias is None else bias._version

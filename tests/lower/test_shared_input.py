@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from comera_fx.lower import shared_input
 from comera_fx.lower.shared_input import apply_factors
 
 IN, RANKS, OUT = 6, (2, 3, 1), (4, 4, 6)
@@ -17,21 +16,15 @@ def numbers(*shape):
 class Layers:
     """Three layers that read one input; one without a bias."""
 
-    def __init__(self, *, split=False, filling=0):
+    def __init__(self, *, split=False):
         torch.manual_seed(0)
-        self.split, self.filling = split, filling
-        self.lefts = [self._filled(numbers(IN, rank), 1) for rank in RANKS]
+        self.lefts = [numbers(IN, rank) for rank in RANKS]
         self.biases = [None, numbers(4), numbers(6)]
         self.heads = [numbers(rank, 2, 3) if split else None for rank in RANKS]
         self.rights = [
-            numbers(3, out // 2) if split else self._filled(numbers(rank, out), 0)
+            numbers(3, out // 2) if split else numbers(rank, out)
             for rank, out in zip(RANKS, OUT, strict=True)
         ]
-
-    def _filled(self, factor, axis):
-        size = list(factor.shape)
-        size[axis] = self.filling
-        return torch.cat([factor.detach(), factor.new_zeros(size)], axis).requires_grad_()
 
     @property
     def leaves(self):
@@ -39,8 +32,7 @@ class Layers:
         return [leaf for leaf in every if leaf is not None]
 
     def outputs(self, x):
-        ranks = RANKS if self.filling else None
-        return apply_factors(x, self.lefts, self.rights, self.biases, self.heads, ranks)
+        return apply_factors(x, self.lefts, self.rights, self.biases, self.heads)
 
     def expected(self, x):
         """The same, one layer after the other."""
@@ -55,12 +47,9 @@ class Layers:
         return ys
 
 
-@pytest.fixture(params=["whole", "split", "filled", "along columns"])
-def layers(request, monkeypatch):
-    if request.param == "along columns":
-        monkeypatch.setattr(shared_input, "ALONG_COLUMNS", 1)
-    filling = 2 if request.param in ("filled", "along columns") else 0
-    return Layers(split=request.param == "split", filling=filling)
+@pytest.fixture(params=[False, True], ids=["whole", "split"])
+def layers(request):
+    return Layers(split=request.param)
 
 
 def assert_same_gradients(found, wanted, leaves):
@@ -78,15 +67,7 @@ def test_outputs_and_gradients(layers, shape):
     found, wanted = layers.outputs(x), layers.expected(x)
     torch.testing.assert_close(found, wanted)
     loss, other = (sum(y.sin().sum() for y in ys) for ys in (found, wanted))
-    # What fills up gets a gradient of its own where it takes part; it is cut off by whoever filled.
-    leaves = [x, *layers.leaves] if not layers.filling else [x, *layers.leaves[6:]]
-    assert_same_gradients(loss, other, leaves)
-    if layers.filling:
-        got = torch.autograd.grad(sum(y.sin().sum() for y in layers.outputs(x)), layers.lefts)
-        exact = torch.autograd.grad(sum(y.sin().sum() for y in layers.expected(x)), layers.lefts)
-        for one, other, rank in zip(got, exact, RANKS, strict=True):
-            assert one.shape == other.shape
-            torch.testing.assert_close(one[:, :rank], other[:, :rank])
+    assert_same_gradients(loss, other, [x, *layers.leaves])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -105,9 +86,8 @@ def test_a_layer_whose_output_is_not_used_gets_no_gradient(layers, number):
     x = numbers(5, IN)
     used = [k for k in range(3) if k != number]
     found, wanted = layers.outputs(x), layers.expected(x)
-    leaves = [x, *layers.leaves] if not layers.filling else [x, *layers.leaves[6:]]
     assert_same_gradients(
-        sum(found[k].sum() for k in used), sum(wanted[k].sum() for k in used), leaves
+        sum(found[k].sum() for k in used), sum(wanted[k].sum() for k in used), [x, *layers.leaves]
     )
 
 
