@@ -64,7 +64,8 @@ def _output(middle_Tr: Tensor, head: Tensor | None, right: Tensor, bias: Tensor 
 
 
 def _plain_middles(x_TI: Tensor, lefts: Sequence[Tensor]) -> Sequence[Tensor]:
-    return torch.mm(x_TI, torch.cat(list(lefts), 1)).split([left.shape[1] for left in lefts], 1)
+    middle_Tm = torch.mm(x_TI, torch.cat(list(lefts), 1))
+    return torch.split_with_sizes(middle_Tm, [left.shape[1] for left in lefts], 1)
 
 
 class _SharedInput(torch.autograd.Function):
@@ -78,7 +79,7 @@ class _SharedInput(torch.autograd.Function):
         ctx.lefts, ctx.versions = lefts, [left._version for left in lefts]
         ctx.widths = [left.shape[1] for left in lefts]
         ctx.partial = PartialBackward(len(lefts))
-        return tuple(torch.mm(x_TI, left_Im).split(ctx.widths, 1))
+        return tuple(torch.split_with_sizes(torch.mm(x_TI, left_Im), ctx.widths, 1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -89,14 +90,14 @@ class _SharedInput(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiable_gradients(ctx, x_TI, given)
         if len(given) < len(grads):
-            parts = left_Im.split(ctx.widths, 1)
+            parts = torch.split_with_sizes(left_Im, ctx.widths, 1)
             left_Im = torch.cat([parts[k] for k in given], 1)
         dmiddle_Tm = torch.cat(tuple(given.values()), 1)
         dx_TI = torch.mm(dmiddle_Tm, left_Im.t()) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[1:]):
             return (dx_TI, *(None for _ in grads))
         dleft_Im = torch.mm(x_TI.t(), dmiddle_Tm)
-        parts = dleft_Im.split([ctx.widths[k] for k in given], 1)
+        parts = torch.split_with_sizes(dleft_Im, [ctx.widths[k] for k in given], 1)
         dlefts = dict(zip(given, parts, strict=True))
         return (dx_TI, *(dlefts.get(k) for k in range(len(grads))))
 

@@ -234,8 +234,10 @@ class RootForward:
         entries, sizes, widths = [], [], []
         for member in members:
             group = self.layers.groups.get(member)
-            decision = group and self.layers.decide(group, x, self.tracks, cast)
-            if group is None or decision is None:
+            if group is None:
+                return False
+            decision = self.layers.decide(group, x, self.tracks, cast)
+            if decision is None:
                 return False
             entry = self._entry(member, group, decision, cast)
             if entry is None or not entry.is_current(given_of(member)):
@@ -284,4 +286,4 @@ def _may_change_input(layer: TTModule) -> bool:
 
 
 def _has_global_hooks() -> bool:
-    return bool(torch.nn.modules.module._has_any_global_hook())
+    return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
