@@ -17,7 +17,7 @@ from torch import Tensor
 
 from comera_fx.spec import TTSpec
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
 """Bytes of the stacked factors of a chunk on a CPU: more would leave its cache between steps."""
 TILE = 16
 """Columns below which, or at multiples of which, a product is not slow for their number."""

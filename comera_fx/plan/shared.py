@@ -26,6 +26,8 @@ JOINT_CALL = 0.3
 """What each layer adds to reading an input with others."""
 CACHE_BYTES = 4 << 20
 """Bytes up to which what is written is read from a cache."""
+WORTHWHILE = 0.98
+"""Share of the layers' own time below which sharing is predicted to be worth it."""
 FORWARD_CALL = 0.4
 """Share of all these that falls to the forward pass."""
 
@@ -80,6 +82,7 @@ class Shared:
             itself: with few tokens that takes less than multiplying it in.
         chains_seconds: Predicted time of making the factors of all layers.
         apply_seconds: Predicted time of applying them, a layer.
+        joint_seconds: Predicted time that layers save by reading their input in one product.
         own_seconds: Predicted time of a layer's own plan.
     """
 
@@ -87,27 +90,26 @@ class Shared:
     without_head: bool
     chains_seconds: float
     apply_seconds: float
+    joint_seconds: float
     own_seconds: float
 
-    def wins(self, num_layers: int, joint_seconds: float = 0.0) -> bool:
-        """Whether making the factors pays.
-
-        Args:
-            num_layers: Layers that use them.
-            joint_seconds: Time that layers save by reading their input in one product.
-        """
-        saved = num_layers * (self.own_seconds - self.apply_seconds) + joint_seconds
-        return self.chains_seconds < saved
+    def wins(self, num_layers: int) -> bool:
+        """Whether making the factors pays if so many layers use them."""
+        together = self.chains_seconds + num_layers * self.apply_seconds - self.joint_seconds
+        return together < WORTHWHILE * num_layers * self.own_seconds
 
 
 @lru_cache(maxsize=4096)
-def plan_shared(sizes: Sizes, num_layers: int, *, can_split: bool = True) -> Shared:
+def plan_shared(
+    sizes: Sizes, num_layers: int, *, can_split: bool = True, joint: tuple[int, ...] = ()
+) -> Shared:
     """Predict the times of layers with factors that are made at once, and of each by itself.
 
     Args:
         sizes: What the times depend on; equal token buckets give equal predictions.
         num_layers: Number of layers whose factors are made at once.
         can_split: Whether the first core of right factors may be left out.
+        joint: How many of the layers read one input, for each such input.
 
     Example:
         >>> spec = TTSpec("tt", (12, 8, 8), (8, 8, 12), (1, 12, 30, 30, 30, 12, 1))
@@ -118,10 +120,19 @@ def plan_shared(sizes: Sizes, num_layers: int, *, can_split: bool = True) -> Sha
     if can_split and len(sizes.spec.out_modes) > 1:
         forms.append((sizes.middle, True))
     times = {
-        form: (_chains_seconds(sizes, num_layers, *form), _apply_seconds(sizes, *form))
+        form: (
+            _chains_seconds(sizes, num_layers, *form),
+            _apply_seconds(sizes, *form),
+            sum(max(0.0, joint_saving((sizes,) * num, form[:1] * num)) for num in joint),
+        )
         for form in forms
     }
-    best = min(times, key=lambda each: times[each][0] + num_layers * times[each][1])
+
+    def seconds(form: tuple[int, bool]) -> float:
+        chains, apply, saved = times[form]
+        return chains + num_layers * apply - saved
+
+    best = min(forms, key=seconds)
     plan = plan_linear(
         sizes.spec,
         sizes.num_tokens,

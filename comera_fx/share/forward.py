@@ -162,7 +162,9 @@ class RootForward:
             return None
         cast = _autocast_dtype(group.signature)
         decision = self.layers.decide(group, x, self.tracks, cast)
-        if decision is None or self.state != thread_state():
+        if decision is None or not (decision.makes or decision.keeps or layer in self.entries):
+            return None
+        if self.state != thread_state():
             return None
         given, bias = given_of(layer), layer._parameters["bias"]
         output = self.outputs.pop(layer, None)

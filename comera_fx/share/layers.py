@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from comera_fx.lower.chunk import Chains
 from comera_fx.ops import spec_of
 from comera_fx.plan.linear import bucket_tokens
-from comera_fx.plan.shared import Sizes, check_seconds, joint_saving, plan_shared
+from comera_fx.plan.shared import Sizes, check_seconds, plan_shared
 from comera_fx.share.kept import KeptFactors
 from comera_fx.spec import TTSpec
 from comera_fx.tt_module import TTModule
@@ -230,8 +230,6 @@ class Layers:
                 x.device.type,
             )
             decision = self._decide(group, sizes, cast)
-        if decision is not None and not (decision.makes or decision.uses or decision.keeps):
-            decision = None
         group.decisions[key] = decision
         return decision
 
@@ -240,18 +238,16 @@ class Layers:
         trains = sizes.needs_input_grad or sizes.needs_core_grad
         plain = cast is None and group.signature.threshold is None
         can_split = plain and group.signature.out_features == group.spec.out_size
-        shared = plan_shared(sizes, num_layers, can_split=can_split)
-        saving = 0.0
-        for members in {self.joint[layer] for layer in group.layers if layer in self.joint}:
-            if all(self.groups.get(member) is group for member in members):
-                num = len(members)
-                saving += max(0.0, joint_saving((sizes,) * num, (shared.width,) * num))
+        inputs = {self.joint[layer] for layer in group.layers if layer in self.joint}
+        whole = [members for members in inputs if all(self.groups.get(m) is group for m in members)]
+        joint = tuple(sorted(map(len, whole)))
+        shared = plan_shared(sizes, num_layers, can_split=can_split, joint=joint)
         alone = shared.apply_seconds + check_seconds(sizes)
         return Decision(
             sizes,
             shared.width,
             shared.without_head,
-            makes=shared.wins(num_layers, saving),
+            makes=shared.wins(num_layers),
             uses=shared.apply_seconds < shared.own_seconds,
             keeps=not trains
             and cast is None

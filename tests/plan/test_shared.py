@@ -20,10 +20,10 @@ def test_many_layers_share_the_cost_of_their_chains():
 
 
 def test_what_is_saved_jointly_counts():
-    shared = Shared(32, False, chains_seconds=10.0, apply_seconds=4.0, own_seconds=5.0)
+    shared = Shared(32, False, 10.0, apply_seconds=4.0, joint_seconds=0.0, own_seconds=5.0)
     assert not shared.wins(10)
-    assert shared.wins(11)
-    assert shared.wins(10, 0.5)
+    assert shared.wins(20)
+    assert replace(shared, joint_seconds=2.0).wins(10)
 
 
 @pytest.mark.parametrize(("num_tokens", "is_split"), [(8, True), (16, True), (4096, False)])
