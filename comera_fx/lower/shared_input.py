@@ -20,6 +20,10 @@ from torch import Tensor
 from comera_fx.lower.execute import needs_plain_operators
 from comera_fx.lower.partial import PartialBackward
 
+BY_COLUMNS_FROM = 1024
+"""Number of tokens from which right factors are stored by columns for the backward pass: their
+gradients then are products of many rows, which several threads share better."""
+
 
 def apply_factors(
     x: Tensor,
@@ -40,14 +44,17 @@ def apply_factors(
         heads: The first core ``(r, mode, s)`` of each right factor that is without it.
     """
     x_TI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    plain = x.is_complex() or needs_plain_operators(x)
     middles: Sequence[Tensor]
     if len(lefts) == 1:
         middles = (torch.mm(x_TI, lefts[0]),)
-    elif x.is_complex() or needs_plain_operators(x):
+    elif plain:
         middles = _plain_middles(x_TI, lefts)
     else:
         middles = _SharedInput.apply(x_TI, *lefts)  # type: ignore[no-untyped-call]
     heads = (None,) * len(lefts) if heads is None else heads
+    if not plain and x_TI.shape[0] >= BY_COLUMNS_FROM:
+        rights = [_by_columns(right) for right in rights]
     outputs = map(_output, middles, heads, rights, biases)
     if x.dim() == 2:
         return list(outputs)
@@ -61,6 +68,11 @@ def _output(middle_Tr: Tensor, head: Tensor | None, right: Tensor, bias: Tensor 
         y_TO = torch.mm(rows, right).reshape(middle_Tr.shape[0], mode * right.shape[1])
         return y_TO if bias is None else y_TO + bias
     return torch.mm(middle_Tr, right) if bias is None else torch.addmm(bias, middle_Tr, right)
+
+
+def _by_columns(right: Tensor) -> Tensor:
+    tracked = right.requires_grad and torch.is_grad_enabled()
+    return right.t().contiguous().t() if tracked else right
 
 
 def _plain_middles(x_TI: Tensor, lefts: Sequence[Tensor]) -> Sequence[Tensor]:

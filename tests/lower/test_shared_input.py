@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from comera_fx.lower import shared_input
 from comera_fx.lower.shared_input import apply_factors
 
 IN, RANKS, OUT = 6, (2, 3, 1), (4, 4, 6)
@@ -47,9 +48,11 @@ class Layers:
         return ys
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "split"])
-def layers(request):
-    return Layers(split=request.param)
+@pytest.fixture(params=["whole", "split", "by columns"])
+def layers(request, monkeypatch):
+    if request.param == "by columns":
+        monkeypatch.setattr(shared_input, "BY_COLUMNS_FROM", 1)
+    return Layers(split=request.param == "split")
 
 
 def assert_same_gradients(found, wanted, leaves):
