@@ -23,7 +23,19 @@ def medians_ms(
     *,
     prepare: Callable[[str], object] | None = None,
 ) -> dict[str, float]:
-    """Run every version ``repeats`` times, in turns, and return its median milliseconds.
+    """Return the median milliseconds of every version, timed as ``times_ms`` does."""
+    times = times_ms(versions, repeats, prepare=prepare)
+    return {name: median(values) for name, values in times.items()}
+
+
+def times_ms(
+    versions: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    prepare: Callable[[str], object] | None = None,
+    twice: bool = True,
+) -> dict[str, list[float]]:
+    """Run every version ``repeats`` times, in turns, and return the milliseconds of each run.
 
     Turns, so that whatever else the machine does meets all versions; one unmeasured turn first.
     In each turn a version runs twice and the second run counts: none is to find the caches as
@@ -33,18 +45,19 @@ def medians_ms(
         versions: What to run, by name.
         repeats: Measured turns.
         prepare: Called with a version's name before each of its runs, outside the clock.
+        twice: Whether there are two runs in a turn; for what takes seconds, one is enough.
     """
     times: dict[str, list[float]] = {name: [] for name in versions}
     for turn in range(repeats + 1):
         for name, run in versions.items():
-            for counts in (False, turn > 0):
+            for counts in (False, turn > 0) if twice else (turn > 0,):
                 if prepare is not None:
                     prepare(name)
                 start = time.perf_counter()
                 run()
                 if counts:
                     times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: median(values) for name, values in times.items()}
+    return times
 
 
 def repeats_within(

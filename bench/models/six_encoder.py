@@ -34,23 +34,49 @@ PAPER_CONFIG = OptimizeConfig(
 
 
 class SixEncoder(nn.Module):
-    """Post-norm encoder with a pooled classifier; ``forward`` gives logits (B, C)."""
+    """Post-norm encoder with a pooled classifier; ``forward`` gives logits (B, C).
 
-    def __init__(self) -> None:
+    The paper's sizes, unless others are given.
+
+    Args:
+        dropout: Share of the stream that is dropped after the embeddings, after attention and
+            after each feed-forward part; attention itself has none, so that it stays fused.
+        width: Size of the stream.
+        ffn_width: Hidden size of the feed-forward parts.
+        num_heads: Attention heads of an encoder.
+        num_layers: Number of encoders.
+        vocabulary: Number of tokens.
+        max_tokens: Most positions.
+    """
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        *,
+        width: int = WIDTH,
+        ffn_width: int = FFN_WIDTH,
+        num_heads: int = NUM_HEADS,
+        num_layers: int = NUM_LAYERS,
+        vocabulary: int = VOCABULARY,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
         super().__init__()
-        self.word_embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.position_embedding = nn.Embedding(MAX_TOKENS, WIDTH)
-        self.type_embedding = nn.Embedding(2, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.encoders = nn.ModuleList(Encoder() for _ in range(NUM_LAYERS))
-        self.pooler = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+        self.word_embedding = nn.Embedding(vocabulary, width)
+        self.position_embedding = nn.Embedding(max_tokens, width)
+        self.type_embedding = nn.Embedding(2, width)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        self.encoders = nn.ModuleList(
+            Encoder(width, ffn_width, num_heads, dropout) for _ in range(num_layers)
+        )
+        self.pooler = nn.Linear(width, width)
+        self.head = nn.Linear(width, NUM_CLASSES)
 
     def forward(self, ids_BT: Tensor, types_BT: Tensor) -> Tensor:
         """Return the logits of each class."""
         positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
         x_BTD = self.word_embedding(ids_BT) + self.position_embedding(positions_T)
-        x_BTD = self.norm(x_BTD + self.type_embedding(types_BT))
+        x_BTD = self.dropout(self.norm(x_BTD + self.type_embedding(types_BT)))
         for encoder in self.encoders:
             x_BTD = encoder(x_BTD)
         pooled_BD = torch.tanh(self.pooler(x_BTD[:, 0]))
@@ -59,28 +85,38 @@ class SixEncoder(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Self-attention and a feed-forward part, a norm after each."""
+    """Self-attention and a feed-forward part, a norm after each.
 
-    def __init__(self) -> None:
+    Args:
+        width: Size of the stream.
+        ffn_width: Hidden size of the feed-forward part.
+        num_heads: Attention heads.
+        dropout: Share that is dropped of what each of the two adds.
+    """
+
+    def __init__(self, width: int, ffn_width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.query = nn.Linear(WIDTH, WIDTH)
-        self.key = nn.Linear(WIDTH, WIDTH)
-        self.value = nn.Linear(WIDTH, WIDTH)
-        self.output = nn.Linear(WIDTH, WIDTH)
-        self.norm_1 = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, FFN_WIDTH)
-        self.down = nn.Linear(FFN_WIDTH, WIDTH)
-        self.norm_2 = nn.LayerNorm(WIDTH)
+        self.num_heads = num_heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+        self.norm_1 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, ffn_width)
+        self.down = nn.Linear(ffn_width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the stream (B, T, D)."""
-        x_BTD = self.norm_1(x_BTD + self._attend(x_BTD))
-        mixed_BTD: Tensor = self.norm_2(x_BTD + self.down(F.gelu(self.up(x_BTD))))
+        x_BTD = self.norm_1(x_BTD + self.dropout(self._attend(x_BTD)))
+        fed_BTD = self.down(F.gelu(self.up(x_BTD)))
+        mixed_BTD: Tensor = self.norm_2(x_BTD + self.dropout(fed_BTD))
         return mixed_BTD
 
     def _attend(self, x_BTD: Tensor) -> Tensor:
         query, key, value = (
-            layer(x_BTD).unflatten(-1, (NUM_HEADS, -1)).transpose(1, 2)
+            layer(x_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value)

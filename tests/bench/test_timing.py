@@ -9,6 +9,7 @@ from bench.timing import (
     format_table,
     medians_ms,
     repeats_within,
+    times_ms,
 )
 
 
@@ -25,6 +26,13 @@ def test_without_preparation_nothing_runs_but_the_versions():
     calls = []
     medians_ms({"a": lambda: calls.append("a")}, 4)
     assert calls == ["a"] * 2 * 5
+
+
+def test_what_takes_long_runs_once_a_turn_and_every_time_is_kept():
+    calls = []
+    times = times_ms({name: lambda name=name: calls.append(name) for name in "ab"}, 3, twice=False)
+    assert calls == ["a", "b"] * 4
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
 
 
 @pytest.mark.parametrize(("seconds", "repeats"), [(0.0, LEAST_REPEATS), (1e9, MOST_REPEATS)])
