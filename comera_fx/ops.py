@@ -15,20 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comera_fx import lower
-from comera_fx.config import Layout, Objective
+from comera_fx.config import Objective
 from comera_fx.errors import InputError
 from comera_fx.spec import TTSpec
 
 _library: Any = torch.library.Library("comera_fx", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "tt_linear(Tensor x, Tensor[] cores, Tensor? bias, str layout, int num_in_modes, "
-    "int in_features, int out_features, *, int num_tokens_hint=4096, str objective='time', "
-    "int? memory_limit_bytes=None, bool pad_ranks=True, bool autotune=False) -> Tensor"
+    "int in_features, int out_features, *, bool transposed=False, int num_tokens_hint=4096, "
+    "str objective='time', int? memory_limit_bytes=None, bool pad_ranks=True, "
+    "bool autotune=False) -> Tensor"
 )
 _library.define(
     "tt_embedding(Tensor ids, Tensor[] cores, Tensor? padding_row, str layout, "
-    "int num_in_modes, int num_embeddings, int embedding_dim, *, int padding_idx=-1, "
-    "int num_tokens_hint=4096) -> Tensor"
+    "int num_in_modes, int num_embeddings, int embedding_dim, *, bool transposed=False, "
+    "int padding_idx=-1, int num_tokens_hint=4096) -> Tensor"
+)
+_library.define(
+    "tt_rows(Tensor ids, Tensor left, Tensor right, Tensor? padding_row, *, int padding_idx=-1) "
+    "-> Tensor"
 )
 _library.define(
     "tt_dense(Tensor[] cores, str layout, int num_in_modes, int in_features, int out_features) "
@@ -36,36 +41,47 @@ _library.define(
 )
 _library.define(
     "tt_factors(Tensor[] cores, int num_layers, str layout, int num_in_modes, int in_features, "
-    "int out_features) -> Tensor[]"
+    "int out_features, *, bool autocast=True) -> Tensor[]"
 )
 _library.define("tt_apply(Tensor x, Tensor[] lefts, Tensor[] rights, Tensor?[] biases) -> Tensor[]")
 
 
 @lru_cache(maxsize=4096)
-def spec_of(layout: str, num_in_modes: int, shapes: tuple[tuple[int, ...], ...]) -> TTSpec:
+def spec_of(
+    layout: str,
+    num_in_modes: int,
+    shapes: tuple[tuple[int, ...], ...],
+    transposed: bool = False,
+) -> TTSpec:
     """Return the spec of cores with these shapes.
 
     Args:
         layout: "tt" or "ttm".
         num_in_modes: Number of input modes; layout "ttm" has one a core.
         shapes: ``(R, mode, S)`` or ``(R, N, M, S)`` of each core.
+        transposed: Whether the cores of layout "tt" have the output modes first.
     """
     ranks = (*(shape[0] for shape in shapes), shapes[-1][-1])
-    if layout == "tt":
-        modes = tuple(shape[1] for shape in shapes)
-        in_modes, out_modes = modes[:num_in_modes], modes[num_in_modes:]
-    else:
-        in_modes = tuple(shape[1] for shape in shapes)
-        out_modes = tuple(shape[2] for shape in shapes)
-    return TTSpec(cast("Layout", layout), in_modes, out_modes, ranks)
+    if layout == "ttm":
+        in_modes, out_modes = (tuple(shape[side] for shape in shapes) for side in (1, 2))
+        return TTSpec("ttm", in_modes, out_modes, ranks)
+    sizes = tuple(shape[1] for shape in shapes)
+    cut = len(sizes) - num_in_modes if transposed else num_in_modes
+    spec = TTSpec("tt", sizes[:cut], sizes[cut:], ranks)
+    return spec.turned() if transposed else spec
 
 
-def _spec(layout: str, num_in_modes: int, cores: list[Tensor]) -> TTSpec:
+def _spec(
+    layout: str, num_in_modes: int, cores: list[Tensor], transposed: bool = False
+) -> tuple[TTSpec, list[Tensor]]:
+    """Return the spec of cores, and the cores in its form."""
+    if transposed and layout == "ttm":
+        cores, transposed = [core.transpose(1, 2) for core in cores], False
     shapes: tuple[tuple[int, ...], ...] = tuple(core.shape for core in cores)
     if type(cores[0]) not in (Tensor, torch.nn.Parameter):
         # A tracer may hold sizes as symbols; modes and ranks are never dynamic.
         shapes = tuple(tuple(int(size) for size in shape) for shape in shapes)
-    return spec_of(layout, num_in_modes, shapes)
+    return spec_of(layout, num_in_modes, shapes, transposed), cores
 
 
 def _is_dead(spec: TTSpec) -> bool:
@@ -82,6 +98,7 @@ def tt_linear(
     in_features: int,
     out_features: int,
     *,
+    transposed: bool = False,
     num_tokens_hint: int = 4096,
     objective: str = "time",
     memory_limit_bytes: int | None = None,
@@ -98,6 +115,8 @@ def tt_linear(
         num_in_modes: How many of the modes are input modes.
         in_features: Columns of W; less than the product of the input modes where padded.
         out_features: Rows of W; likewise.
+        transposed: Whether the cores have the output modes first: those of a weight that is read
+            by its other side.
         num_tokens_hint: Rows of x to plan for where their number is symbolic.
         objective: What the plan minimises.
         memory_limit_bytes: Limit of the plan's peak.
@@ -115,7 +134,7 @@ def tt_linear(
     """
     x, cores, bias = _autocast(x, cores, bias)
     _check_linear_input(x, cores, in_features)
-    spec = _spec(layout, num_in_modes, cores)
+    spec, cores = _spec(layout, num_in_modes, cores, transposed)
     if _is_dead(spec):
         # Products with an empty middle: zero, and differentiable in x.
         y = x @ x.new_zeros(in_features, 0) @ x.new_zeros(0, out_features)
@@ -199,6 +218,7 @@ def tt_embedding(
     num_embeddings: int,
     embedding_dim: int,
     *,
+    transposed: bool = False,
     padding_idx: int = -1,
     num_tokens_hint: int = 4096,
 ) -> Tensor:
@@ -213,6 +233,7 @@ def tt_embedding(
         num_in_modes: How many of the modes are row modes.
         num_embeddings: Rows of the table, padding left out.
         embedding_dim: Its columns.
+        transposed: Whether the cores have the column modes first.
         padding_idx: The row that stays as it is; -1 for none.
         num_tokens_hint: Number of ids to plan for where it is symbolic.
 
@@ -227,7 +248,7 @@ def tt_embedding(
         Hrinchuk et al., "Tensorized Embedding Layers", Findings of EMNLP 2020.
     """
     _check_ids(ids, num_embeddings)
-    spec = _spec(layout, num_in_modes, cores)
+    spec, cores = _spec(layout, num_in_modes, cores, transposed)
     if _is_dead(spec):
         rows = cores[0].new_zeros(*ids.shape, embedding_dim)
     else:
@@ -238,6 +259,12 @@ def tt_embedding(
             rows = lower.embedding(ids, cores, spec, num_tokens_hint=num_tokens_hint)
         if spec.out_size != embedding_dim:
             rows = rows.narrow(-1, 0, embedding_dim).contiguous()
+    return _with_padding_row(rows, ids, padding_row, padding_idx)
+
+
+def _with_padding_row(
+    rows: Tensor, ids: Tensor, padding_row: Tensor | None, padding_idx: int
+) -> Tensor:
     if padding_row is None:
         return rows
     return torch.where((ids == padding_idx).unsqueeze(-1), padding_row, rows)
@@ -282,7 +309,7 @@ def tt_dense(
     Source:
         Oseledets, "Tensor-Train Decomposition", SISC 2011, eq. (1.3).
     """
-    spec = _spec(layout, num_in_modes, cores)
+    spec, cores = _spec(layout, num_in_modes, cores)
     if _is_dead(spec):
         return cores[0].new_zeros(out_features, in_features)
     with _no_autocast(cores[0]):
@@ -299,6 +326,8 @@ def tt_factors(
     num_in_modes: int,
     in_features: int,
     out_features: int,
+    *,
+    autocast: bool = True,
 ) -> list[Tensor]:
     """Return the factors ``W^T = L R`` of equal-shaped weights, cut at their middle bond.
 
@@ -311,6 +340,8 @@ def tt_factors(
         num_in_modes: How many of the modes of a weight are input modes.
         in_features: Rows of L; less than the product of the input modes where padded.
         out_features: Columns of R; likewise.
+        autocast: Whether an active autocast takes the factors to its dtype. They keep the cores'
+            where a table's rows are made of them.
 
     Returns:
         All L, ``(in_features, r)``, then all R, ``(r, out_features)``.
@@ -319,9 +350,11 @@ def tt_factors(
         Oseledets, "Tensor-Train Decomposition", SISC 2011: an unfolding of the tensor at a bond.
     """
     assert layout == "tt", "only a weight in layout tt is cut at one bond"
-    _, cores, _ = _autocast(cores[0], cores, None)
-    spec = _spec(layout, num_in_modes, cores[: len(cores) // num_layers])
-    lefts, rights = lower.factors(cores, spec, num_layers, (in_features, out_features))
+    if autocast:
+        _, cores, _ = _autocast(cores[0], cores, None)
+    spec, _ = _spec(layout, num_in_modes, cores[: len(cores) // num_layers])
+    with nullcontext() if autocast else _no_autocast(cores[0]):
+        lefts, rights = lower.factors(cores, spec, num_layers, (in_features, out_features))
     return [*lefts, *rights]
 
 
@@ -351,6 +384,35 @@ def tt_apply(
     return lower.apply_factors(x, lefts, rights, biases)
 
 
+def tt_rows(
+    ids: Tensor,
+    left: Tensor,
+    right: Tensor,
+    padding_row: Tensor | None,
+    *,
+    padding_idx: int = -1,
+) -> Tensor:
+    """Return rows of an embedding table ``left @ right``.
+
+    Args:
+        ids: Row numbers of any shape, int32 or int64.
+        left: ``(num_embeddings, r)``.
+        right: ``(r, embedding_dim)``.
+        padding_row: As in ``tt_embedding``.
+        padding_idx: As in ``tt_embedding``.
+
+    Returns:
+        ``(*ids.shape, embedding_dim)``, of the factors' dtype.
+
+    Raises:
+        InputError: As ``tt_embedding`` does.
+    """
+    _check_ids(ids, left.shape[0])
+    with _no_autocast(left):
+        rows = F.embedding(ids, left) @ right
+    return _with_padding_row(rows, ids, padding_row, padding_idx)
+
+
 def _register(name: str, body: Any) -> None:
     _library.impl(name, body, "CompositeImplicitAutograd")
     # vmap does not decompose a composite operator of a library by itself.
@@ -362,3 +424,4 @@ _register("tt_embedding", tt_embedding)
 _register("tt_dense", tt_dense)
 _register("tt_factors", tt_factors)
 _register("tt_apply", tt_apply)
+_register("tt_rows", tt_rows)

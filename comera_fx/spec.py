@@ -18,6 +18,9 @@ class TTSpec:
     Layout ``"tt"`` has one core per mode, input modes first: core k is ``(R, mode, S)``. Layout
     ``"ttm"`` has one core per pair of modes: core k is ``(R, N, M, S)``.
 
+    Cores of layout ``"tt"`` that are read by their other side, as those of an embedding are by a
+    head that is tied to it, are ``transposed``: their output modes come first.
+
     Args:
         layout: ``"tt"`` or ``"ttm"``.
         in_modes: Factors of the in features (of the rows of an embedding table); their product
@@ -25,6 +28,7 @@ class TTSpec:
         out_modes: Factors of the out features; as many as ``in_modes`` in layout ``"ttm"``.
         ranks: Bond sizes, one more than there are cores; both ends are 1. Inner ranks are all
             positive, or all 0: such a weight is zero and holds no parameters.
+        transposed: Whether the cores have the output modes first; in layout ``"tt"`` only.
 
     Raises:
         SpecError: If a field is malformed or the fields disagree.
@@ -39,6 +43,7 @@ class TTSpec:
     in_modes: tuple[int, ...]
     out_modes: tuple[int, ...]
     ranks: tuple[int, ...]
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in ("tt", "ttm"):
@@ -53,6 +58,13 @@ class TTSpec:
                 f"{len(self.in_modes)} in_modes, {len(self.out_modes)} out_modes",
                 "as many out_modes as in_modes in layout 'ttm'",
                 "fill the shorter side up with modes of 1",
+            )
+        if self.transposed and self.layout == "ttm":
+            _refuse(
+                "transposed",
+                self.transposed,
+                "False in layout 'ttm'",
+                "change the places of in_modes and out_modes, and of the two modes of each core",
             )
         self._check_ranks()
 
@@ -83,21 +95,53 @@ class TTSpec:
         return len(self.mode_sizes)
 
     @property
+    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Input and output modes, those of the first cores first."""
+        if self.transposed:
+            return self.out_modes, self.in_modes
+        return self.in_modes, self.out_modes
+
+    def turned(self) -> TTSpec:
+        """Return the spec of the transpose: of the same cores, those of "ttm" transposed each."""
+        transposed = self.layout == "tt" and not self.transposed
+        return TTSpec(self.layout, self.out_modes, self.in_modes, self.ranks, transposed)
+
+    @property
+    def middle_rank(self) -> int:
+        """Rank of the bond between the two sides; in layout "ttm" of the one in the middle."""
+        cut = len(self.sides[0]) if self.layout == "tt" else self.num_cores // 2
+        return self.ranks[cut]
+
+    @property
     def mode_sizes(self) -> tuple[int, ...]:
         """Size that each core adds to the matrix: its mode, or the product of its two modes."""
         if self.layout == "tt":
-            return self.in_modes + self.out_modes
+            return self.sides[0] + self.sides[1]
         return tuple(n * m for n, m in zip(self.in_modes, self.out_modes, strict=True))
 
     @property
     def core_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shape of every core, ``(R, mode, S)`` in layout "tt", ``(R, N, M, S)`` in "ttm"."""
         if self.layout == "tt":
-            modes: list[tuple[int, ...]] = [(mode,) for mode in self.in_modes + self.out_modes]
+            modes: list[tuple[int, ...]] = [(mode,) for mode in self.mode_sizes]
         else:
             modes = list(zip(self.in_modes, self.out_modes, strict=True))
         bonds = zip(self.ranks[:-1], modes, self.ranks[1:], strict=True)
         return tuple((left, *mode, right) for left, mode, right in bonds)
+
+    def modes_of(self, cores: range) -> tuple[range, range]:
+        """Return which of the input and which of the output modes some cores hold.
+
+        Example:
+            >>> TTSpec("tt", (4, 8), (8,), (1, 4, 8, 1)).modes_of(range(1, 3))
+            (range(1, 2), range(0, 1))
+        """
+        if self.layout == "ttm":
+            return cores, cores
+        cut = len(self.sides[0])
+        first = range(min(cores.start, cut), min(cores.stop, cut))
+        second = range(max(cores.start, cut) - cut, max(cores.stop, cut) - cut)
+        return (second, first) if self.transposed else (first, second)
 
     @property
     def in_size(self) -> int:

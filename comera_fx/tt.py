@@ -64,9 +64,10 @@ def to_dense(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
             expected=str(spec.core_shapes),
             mend="pass the cores in order, with the spec they were made for",
         )
+    if spec.transposed:
+        return to_dense(cores, spec.turned()).T
     if spec.layout == "tt":
-        num_in = len(spec.in_modes)
-        middle = spec.ranks[num_in]
+        num_in, middle = len(spec.in_modes), spec.middle_rank
         left_IR = _chain(cores[:num_in]).reshape(spec.in_size, middle)
         right_RO = _chain(cores[num_in:]).reshape(middle, spec.out_size)
         return right_RO.T @ left_IR.T
@@ -181,6 +182,9 @@ def decompose(
         ((1, 1, 1, 1, 1), True)
     """
     _check_fits(weight_OI, spec, name)
+    if spec.transposed:
+        cores, found, error = decompose(weight_OI.T, spec.turned(), tol=tol, name=name)
+        return cores, found.turned(), error
     largest = _largest_magnitude(weight_OI, name)
     if 0 in spec.ranks:
         dead = [weight_OI.new_zeros(shape) for shape in spec.core_shapes]

@@ -42,6 +42,13 @@ class TTModule(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        if spec.transposed:
+            raise SpecError(
+                "a layer's own cores have the input modes first",
+                got=f"a transposed {spec}",
+                expected="a spec that is not transposed",
+                mend="use spec.turned() for a layer that maps the other way",
+            )
         if spec.in_size < in_size or spec.out_size < out_size:
             raise SpecError(
                 "the modes are too small for the weight",

@@ -15,9 +15,7 @@ from comera_fx.passes.match import replace_call
 from comera_fx.passes.weight_only import WeightOnly, erase_unused, may_reorder, move_before
 from comera_fx.spec import TTSpec
 
-_SETTINGS = {
-    "num_tokens_hint", "objective", "memory_limit_bytes", "pad_ranks", "autotune",
-}  # fmt: skip
+_tt_linear, _tt_embedding = torch.ops.comera_fx.tt_linear, torch.ops.comera_fx.tt_embedding
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,19 @@ class BatchChains:
     Layers of one group have the same spec, features, dtype and devices. Cores that several calls
     read, by one node, by a tied weight's other name or by an equal computation, are in it once.
     The factors stand before their first reader, and cores that came later move up with them.
+    Calls that read the cores by their other side take the factors transposed and in the other
+    order. A ``tt_embedding`` whose cores a ``tt_linear`` of the group reads, as those of a tied
+    head, becomes a ``tt_rows``; the factors then keep the cores' dtype under autocast.
 
     Numerics: keeps them, up to rounding.
     Leaves alone: groups that ``choose`` turns down; layout "ttm"; ranks cut to 0; cores that
     depend on more than weights, are random, or may be written to; cores whose shapes the graph
     does not tell; graphs that switch gradients or autocast on the way, and module graphs; and
-    ``tt_embedding``, also where it reads a head's cores. Its rows keep the cores' dtype under
-    autocast, which factors do not, and where ``FuseReconstruction`` reversed the cores, ids and
-    features are numbered in another order than the head's.
+    other calls of ``tt_embedding``.
 
     Args:
-        choose: Whether the calls of a group are rewritten, given its spec, in the graph's order.
+        choose: Whether a group is rewritten, given its spec and its calls of ``tt_linear`` in the
+            graph's order.
 
     Source:
         Oseledets, "Tensor-Train Decomposition", SISC 2011: an unfolding of the tensor at a bond.
@@ -73,35 +73,50 @@ class BatchChains:
         if not may_reorder(gm):
             return 0
         weights = WeightOnly(gm)
-        groups: dict[_Group, list[fx.Node]] = {}
+        groups: dict[_Group, list[_Call]] = {}
         for node in gm.graph.nodes:
             call = _call_of(node)
             group = None if call is None else _group_of(weights, call)
             if call is not None and group is not None:
-                groups.setdefault(group, []).append(node)
+                groups.setdefault(group, []).append(call)
         num_rewrites = 0
-        for group, nodes in groups.items():
-            if self.choose(group.spec, nodes):
-                _rewrite(weights, group, nodes)
-                num_rewrites += len(nodes)
+        for group, calls in groups.items():
+            linear = [call for call in calls if not call.is_lookup]
+            trains = {_key(weights, call) for call in linear}
+            calls = [call for call in calls if _key(weights, call) in trains]
+            if linear and self.choose(group.spec, [call.node for call in linear]):
+                _rewrite(weights, group, [call.node for call in calls])
+                num_rewrites += len(calls)
         return num_rewrites
 
 
 class _Call(NamedTuple):
-    """A ``tt_linear`` node with its arguments by name."""
+    """A ``tt_linear`` or ``tt_embedding`` node with its arguments by name.
+
+    Args:
+        offset: The bias, or the padding row.
+    """
 
     node: fx.Node
-    x: fx.Node
+    is_lookup: bool
+    input: fx.Node
     cores: tuple[fx.Node, ...]
-    bias: fx.Node | None
+    offset: fx.Node | None
     layout: str
     num_in_modes: int
     in_features: int
     out_features: int
+    transposed: bool
 
 
 class _Group(NamedTuple):
-    """What calls of one group have in common."""
+    """What calls of one group have in common.
+
+    Args:
+        spec: Shape of the weight, its input modes being those of the first cores.
+        in_features: Rows of the left factor.
+        out_features: Columns of the right factor.
+    """
 
     spec: TTSpec
     in_features: int
@@ -111,16 +126,20 @@ class _Group(NamedTuple):
 
 
 def _call_of(node: fx.Node) -> _Call | None:
-    tt_linear = torch.ops.comera_fx.tt_linear
-    if node.op != "call_function" or node.target not in (tt_linear, tt_linear.default):
+    packet = getattr(node.target, "overloadpacket", node.target)
+    if node.op != "call_function" or packet not in (_tt_linear, _tt_embedding):
         return None
-    names = ("x", *_Call._fields[2:])
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False))
-    given.update((key, value) for key, value in node.kwargs.items() if key not in _SETTINGS)
-    call = _Call(node, given.pop("x"), tuple(given.pop("cores")), **given)
-    is_known = all(isinstance(part, fx.Node) for part in (call.x, *call.cores))
-    is_fixed = all(isinstance(size, int) for size in call[5:])
-    return call if is_known and is_fixed and call.layout == "tt" else None
+    schema = packet.default._schema.arguments
+    given: dict[str, Any] = {argument.name: argument.default_value for argument in schema}
+    given.update(zip(given, node.args, strict=False))
+    given.update(node.kwargs)
+    x, cores, offset, layout, num_in, in_size, out_size = list(given.values())[:7]
+    is_known = all(isinstance(part, fx.Node) for part in (x, *cores))
+    is_fixed = all(isinstance(size, int) for size in (num_in, in_size, out_size))
+    if not is_known or not is_fixed or layout != "tt":
+        return None
+    sizes = (num_in, in_size, out_size, given["transposed"])
+    return _Call(node, packet is _tt_embedding, x, tuple(cores), offset, layout, *sizes)
 
 
 def _group_of(weights: WeightOnly, call: _Call) -> _Group | None:
@@ -129,57 +148,87 @@ def _group_of(weights: WeightOnly, call: _Call) -> _Group | None:
     known = [value for value in values if value is not None]
     if len(known) < len(values) or len({value.dtype for value in known}) > 1:
         return None
-    spec = spec_of(call.layout, call.num_in_modes, tuple(tuple(value.shape) for value in known))
+    shapes = tuple(tuple(value.shape) for value in known)
+    spec = spec_of(call.layout, call.num_in_modes, shapes, call.transposed)
     devices = {device for core in call.cores for device in weights.devices(core)}
     if 0 in spec.ranks:
         return None
     sizes = (call.in_features, call.out_features)
+    if call.transposed:
+        spec, sizes = spec.turned(), sizes[::-1]
     return _Group(spec, *sizes, known[0].dtype, tuple(sorted(devices)))
+
+
+def _key(weights: WeightOnly, call: _Call) -> tuple[Hashable, ...]:
+    """Return what calls share that read equal cores."""
+    return tuple(map(weights.key, call.cores))
 
 
 def _rewrite(weights: WeightOnly, group: _Group, nodes: Sequence[fx.Node]) -> None:
     calls = [call for node in nodes if (call := _call_of(node)) is not None]
     trains: dict[Hashable, tuple[fx.Node, ...]] = {}
-    keys = [tuple(map(weights.key, call.cores)) for call in calls]
+    keys = [_key(weights, call) for call in calls]
     for key, call in zip(keys, calls, strict=True):
         trains.setdefault(key, call.cores)
-    lefts, rights = _insert_factors(group, list(trains.values()), calls[0])
-    places = {key: place for place, key in enumerate(trains)}
+    factors = _insert_factors(group, list(trains.values()), calls)
+    by_train = dict(zip(trains, factors, strict=True))
     for key, call in zip(keys, calls, strict=True):
-        result = _insert_apply(call.node, lefts[places[key]], rights[places[key]])
-        replace_call(call.node, result)
+        insert = _insert_rows if call.is_lookup else _insert_apply
+        replace_call(call.node, insert(call.node, *by_train[key]))
     erase_unused(core for call in calls for core in call.cores)
 
 
 def _insert_factors(
-    group: _Group, trains: Sequence[tuple[fx.Node, ...]], first: _Call
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Insert the factors of all cores before the first call, and return one node a factor."""
+    group: _Group, trains: Sequence[tuple[fx.Node, ...]], calls: Sequence[_Call]
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Insert the factors of all cores before the first call, and return a left and right each."""
+    first = calls[0].node
     cores = [core for train in trains for core in train]
     for core in cores:
-        move_before(core, first.node)
-    graph, num_layers = first.node.graph, len(trains)
-    sizes = (first.num_in_modes, group.in_features, group.out_features)
-    with graph.inserting_before(first.node):
+        move_before(core, first)
+    graph, num_layers = first.graph, len(trains)
+    sizes = (len(group.spec.in_modes), group.in_features, group.out_features)
+    settings: dict[str, Any] = {"autocast": False} if any(call.is_lookup for call in calls) else {}
+    with graph.inserting_before(first):
         factors = graph.call_function(
-            torch.ops.comera_fx.tt_factors.default, (cores, num_layers, "tt", *sizes)
+            torch.ops.comera_fx.tt_factors.default, (cores, num_layers, "tt", *sizes), settings
         )
         factors.meta["tt_spec"] = group.spec
         made = [
             graph.call_function(operator.getitem, (factors, place))
             for place in range(2 * num_layers)
         ]
-    return made[:num_layers], made[num_layers:]
+    return list(zip(made[:num_layers], made[num_layers:], strict=True))
 
 
 def _insert_apply(node: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
     call = _call_of(node)  # read anew: its input may be the result of one rewritten before
     assert call is not None
-    graph, args = node.graph, (call.x, [left], [right], [call.bias])
+    graph = node.graph
     with graph.inserting_before(node):
+        first, last = _by_side(call, left, right)
+        args = (call.input, [first], [last], [call.offset])
         results = graph.call_function(torch.ops.comera_fx.tt_apply.default, args)
         result = graph.call_function(operator.getitem, (results, 0))
     meta = {key: value for key, value in node.meta.items() if key != "tt_spec"}
     results.meta = {key: value for key, value in meta.items() if key != "val"}
     result.meta = meta
     return result
+
+
+def _insert_rows(node: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
+    call = _call_of(node)
+    assert call is not None
+    padding = {key: node.kwargs[key] for key in ("padding_idx",) if key in node.kwargs}
+    with node.graph.inserting_before(node):
+        args = (call.input, *_by_side(call, left, right), call.offset)
+        rows = node.graph.call_function(torch.ops.comera_fx.tt_rows.default, args, padding)
+    rows.meta = {key: value for key, value in node.meta.items() if key != "tt_spec"}
+    return rows
+
+
+def _by_side(call: _Call, left: fx.Node, right: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Return the factors in the order in which a call meets them."""
+    if not call.transposed:
+        return left, right
+    return tuple(left.graph.call_method("t", (factor,)) for factor in (right, left))  # type: ignore[return-value]

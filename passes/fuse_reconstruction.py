@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from comera_fx.modules import DEFAULT_NUM_TOKENS
@@ -41,21 +40,14 @@ class FuseReconstruction:
 
     Likewise ``x @ w.t()``, ``x @ w`` and ``addmm``, and ``embedding(ids, w)`` becomes
     ``tt_embedding``; a weight that is transposed, by any of torch's names for it, is seen through.
-    Where the other axis of the weight is read, the cores are transposed: in layout "ttm" the two
-    modes of each core change places. In layout "tt" the cores come in reverse order, and with
-    them the modes, so features and ids are put into that order where a side has several modes.
-    The row of a ``padding_idx`` is read from the cores too, and detached. A bias that is not
-    known to be a vector of the layer's size is added afterwards.
+    Where the other axis of the weight is read, the operator is told that the cores are
+    ``transposed``. The row of a ``padding_idx`` is read from the cores too, and detached. A bias
+    that is not known to be a vector of the layer's size is added afterwards.
 
     Numerics: keeps them, up to rounding.
     Leaves alone: any other reader of the matrix, and with it the ``tt_dense``; a weight or core
     that something in the graph may write to; products with a factor; look-ups with ``max_norm``,
-    ``scale_grad_by_freq`` or ``sparse``; in layout "tt" the other axis of cores whose shapes the
-    graph does not tell.
-
-    Source:
-        Oseledets, "Tensor-Train Decomposition", SISC 2011, eq. (1.3): an entry is a product of
-        matrices, and so of their transposes in reverse order.
+    ``scale_grad_by_freq`` or ``sparse``.
     """
 
     keeps_numerics: ClassVar[bool] = True
@@ -63,20 +55,13 @@ class FuseReconstruction:
     def __call__(self, gm: fx.GraphModule) -> int:
         """Rewrite ``gm`` in place and return the number of nodes that now read the cores."""
         num_rewrites = 0
-        transposed: dict[fx.Node, _Train | None] = {}
         for node in list(gm.graph.nodes):
             read = weight_read_of(node)
             found = None if read is None else reconstruction_of(read.weight)
             if read is None or found is None or not _is_safe(gm, read, *found):
                 continue
             dense, is_turned = found
-            train: _Train | None = _Train.of(gm, dense)
-            if read.by_columns == is_turned:
-                if dense.node not in transposed:
-                    transposed[dense.node] = _transpose(gm, dense)
-                train = transposed[dense.node]
-            if train is None:
-                continue
+            train = _Train(dense, _spec(gm, dense), transposed=read.by_columns == is_turned)
             with gm.graph.inserting_before(node):
                 insert = _insert_lookup if read.is_lookup else _insert_product
                 new = insert(gm, read, train)
@@ -102,49 +87,42 @@ def _erase_unused(weight: fx.Node) -> None:
         weight = inner
 
 
-# ---- cores, as they are or transposed ----
+# ---- the cores, read by either side ----
 
 
 @dataclass(frozen=True)
 class _Train:
-    """Cores with what an operator is told of them.
+    """The cores of a matrix as an operator reads them.
 
     Args:
-        cores: Nodes of the cores.
-        layout: "tt" or "ttm".
-        num_in_modes: How many of the modes are input modes.
-        in_features: Input features that the layer has; the modes may make up more.
-        out_features: Output features; likewise.
-        spec: The shapes of the cores, where the graph tells them.
-        in_order: The input modes as the layer has them, where the cores have them reversed.
-        out_order: The output modes; likewise.
+        dense: The matrix.
+        dense_spec: The shapes of its cores, where the graph tells them.
+        transposed: Whether an operator reads the matrix by its other side.
     """
 
-    cores: list[fx.Node]
-    layout: str
-    num_in_modes: int
-    in_features: int
-    out_features: int
-    spec: TTSpec | None
-    in_order: tuple[int, ...] = field(default=(), kw_only=True)
-    out_order: tuple[int, ...] = field(default=(), kw_only=True)
+    dense: Reconstruction
+    dense_spec: TTSpec | None
+    transposed: bool
 
-    @classmethod
-    def of(cls, gm: fx.GraphModule, dense: Reconstruction) -> _Train:
-        return cls(
-            list(dense.cores),
-            dense.layout,
-            dense.num_in_modes,
-            dense.in_features,
-            dense.out_features,
-            _spec(gm, dense),
-        )
+    @property
+    def features(self) -> tuple[int, int]:
+        """Input and output features, or rows and columns of a table."""
+        sizes = self.dense.in_features, self.dense.out_features
+        return sizes[::-1] if self.transposed else sizes
+
+    @property
+    def spec(self) -> TTSpec | None:
+        """The shape of the weight that the operator applies, where the graph tells."""
+        if self.dense_spec is None or not self.transposed:
+            return self.dense_spec
+        return self.dense_spec.turned()
 
     def sizes(self) -> tuple[str, int, int, int]:
-        """Return the operator's arguments after the cores; a reversed axis has its padding."""
-        in_size = math.prod(self.in_order) if self.in_order else self.in_features
-        out_size = math.prod(self.out_order) if self.out_order else self.out_features
-        return self.layout, self.num_in_modes, in_size, out_size
+        """Return the arguments of an operator that follow the bias."""
+        dense, num_in = self.dense, self.dense.num_in_modes
+        if self.transposed and dense.layout == "tt":
+            num_in = len(dense.cores) - num_in
+        return dense.layout, num_in, *self.features
 
 
 def _spec(gm: fx.GraphModule, dense: Reconstruction) -> TTSpec | None:
@@ -163,69 +141,23 @@ def _shape(gm: fx.GraphModule, node: fx.Node) -> tuple[int, ...] | None:
     return tuple(value.shape)
 
 
-def _transpose(gm: fx.GraphModule, dense: Reconstruction) -> _Train | None:
-    """Insert the cores of the transposed matrix, where their order can be told."""
-    spec = _spec(gm, dense)
-    sizes = (dense.out_features, dense.in_features)
-    if dense.layout == "ttm":
-        cores = _permute_cores(dense, dense.cores, (0, 2, 1, 3))
-        if spec is not None:
-            spec = TTSpec("ttm", spec.out_modes, spec.in_modes, spec.ranks)
-        return _Train(cores, "ttm", dense.num_in_modes, *sizes, spec)
-    if spec is None:
-        return None
-    return _Train(
-        _permute_cores(dense, dense.cores[::-1], (2, 1, 0)),
-        "tt",
-        len(spec.out_modes),
-        *sizes,
-        TTSpec("tt", spec.out_modes[::-1], spec.in_modes[::-1], spec.ranks[::-1]),
-        in_order=_order(spec.out_modes),
-        out_order=_order(spec.in_modes),
-    )
-
-
-def _order(modes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the modes that change places when reversed: none if fewer than two are above 1."""
-    longer = tuple(mode for mode in modes if mode > 1)
-    return longer if len(longer) > 1 else ()
-
-
-def _permute_cores(
-    dense: Reconstruction, cores: tuple[fx.Node, ...], axes: tuple[int, ...]
-) -> list[fx.Node]:
-    graph = dense.node.graph
-    with graph.inserting_before(dense.node):  # where every reader of it can reach them
-        return [graph.call_method("permute", (core, axes)) for core in cores]
-
-
-# ---- operators on the cores, and what puts their axes in order ----
+# ---- operators on the cores ----
 
 
 def _insert_product(gm: fx.GraphModule, read: WeightRead, train: _Train) -> fx.Node:
-    graph, x, bias = gm.graph, read.input, read.bias
-    if train.in_order:
-        padding = math.prod(train.in_order) - train.in_features
-        if padding:
-            x = graph.call_function(F.pad, (x, (0, padding)))
-        x = _reverse_last_axis(x, train.in_order)
-    fits = bias is not None and _shape(gm, bias) == (train.out_features,)
-    inside = bias if fits and not train.out_order else None
-    y = _insert_operator(torch.ops.comera_fx.tt_linear.default, x, inside, read, train)
-    y = _restore_features(y, train)
-    return y if bias is inside else graph.call_function(operator.add, (y, bias))
+    bias = read.bias
+    inside = bias if bias is not None and _shape(gm, bias) == (train.features[1],) else None
+    y = _insert_operator(torch.ops.comera_fx.tt_linear.default, inside, read, train)
+    return y if bias is inside else gm.graph.call_function(operator.add, (y, bias))
 
 
 def _insert_lookup(gm: fx.GraphModule, read: WeightRead, train: _Train) -> fx.Node:
-    graph, ids = gm.graph, read.input
-    if train.in_order:
-        ids = _renumber(ids, train.in_order, train.in_features)
-    rows = _insert_operator(torch.ops.comera_fx.tt_embedding.default, ids, None, read, train)
-    rows = _restore_features(rows, train)
+    graph = gm.graph
+    rows = _insert_operator(torch.ops.comera_fx.tt_embedding.default, None, read, train)
     if read.padding_idx is None:
         return rows
     # The operator's own padding row is a constant, while this one follows the cores.
-    padding_idx = read.padding_idx % train.in_features
+    padding_idx = read.padding_idx % train.features[0]
     is_padding = graph.call_function(operator.eq, (read.input, padding_idx))
     is_padding = graph.call_method("unsqueeze", (is_padding, -1))
     frozen = graph.call_method("detach", (rows,))
@@ -233,14 +165,11 @@ def _insert_lookup(gm: fx.GraphModule, read: WeightRead, train: _Train) -> fx.No
 
 
 def _insert_operator(
-    target: torch._ops.OpOverload,
-    x: fx.Node,
-    bias: fx.Node | None,
-    read: WeightRead,
-    train: _Train,
+    target: torch._ops.OpOverload, bias: fx.Node | None, read: WeightRead, train: _Train
 ) -> fx.Node:
-    args = (x, train.cores, bias, *train.sizes())
-    node = x.graph.call_function(target, args, _token_setting(read))
+    args = (read.input, list(train.dense.cores), bias, *train.sizes())
+    settings = {**({"transposed": True} if train.transposed else {}), **_token_setting(read)}
+    node = read.input.graph.call_function(target, args, settings)
     if train.spec is not None:
         node.meta["tt_spec"] = train.spec
     return node
@@ -254,35 +183,3 @@ def _token_setting(read: WeightRead) -> dict[str, Any]:
     sizes = value.shape if read.is_lookup else value.shape[:-1]
     num_tokens = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0
     return {} if num_tokens in (0, DEFAULT_NUM_TOKENS) else {"num_tokens_hint": num_tokens}
-
-
-def _restore_features(y: fx.Node, train: _Train) -> fx.Node:
-    """Put the last axis of a result into the layer's order, without its padding."""
-    if not train.out_order:
-        return y
-    y = _reverse_last_axis(y, train.out_order[::-1])
-    if math.prod(train.out_order) == train.out_features:
-        return y
-    y = y.graph.call_method("narrow", (y, -1, 0, train.out_features))
-    return y.graph.call_method("contiguous", (y,))
-
-
-def _reverse_last_axis(x: fx.Node, modes: tuple[int, ...]) -> fx.Node:
-    """Reverse the order of the modes that make up the last axis."""
-    graph, num_modes = x.graph, len(modes)
-    x = graph.call_method("unflatten", (x, -1, modes))
-    axes = tuple(range(-num_modes, 0))
-    x = graph.call_method("movedim", (x, axes, axes[::-1]))
-    return graph.call_method("flatten", (x, -num_modes))
-
-
-def _renumber(ids: fx.Node, modes: tuple[int, ...], num_rows: int) -> fx.Node:
-    """Number rows as cores in reverse order do; an id out of range stays an error."""
-    graph = ids.graph
-    device = graph.call_function(getattr, (ids, "device"))
-    numbers = graph.call_function(torch.arange, (math.prod(modes),), {"device": device})
-    numbers = _reverse_last_axis(numbers, modes[::-1])
-    numbers = graph.call_method("narrow", (numbers, 0, 0, num_rows))
-    numbers = graph.call_method("unsqueeze", (numbers, -1))
-    renumbered = graph.call_function(F.embedding, (ids, numbers))
-    return graph.call_method("squeeze", (renumbered, -1))

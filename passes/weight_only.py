@@ -29,6 +29,7 @@ _LAYERS: tuple[object, ...] = tuple(
         torch.ops.comera_fx.tt_linear,
         torch.ops.comera_fx.tt_embedding,
         torch.ops.comera_fx.tt_apply,
+        torch.ops.comera_fx.tt_rows,
     )
     for target in (packet, packet.default)
 )

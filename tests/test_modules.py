@@ -297,3 +297,8 @@ def test_repr_shows_modes_and_ranks():
 def test_modes_smaller_than_the_layer_are_refused():
     with pytest.raises(SpecError, match="modes are too small"):
         TTLinear(SMALL, 13, 10)
+
+
+def test_transposed_cores_are_no_layers_own():
+    with pytest.raises(SpecError, match="input modes first"):
+        TTLinear(FULL.turned(), 10, 12)

@@ -88,3 +88,22 @@ def test_each_wrong_field_is_refused(fields, problem, mend):
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["got", "expected", "mend"]
     assert lines[0].startswith(problem)
     assert mend in lines[3]
+
+
+def test_transposed_cores_have_the_output_modes_first():
+    spec = TTSpec("tt", (2, 3), (5,), (1, 2, 4, 1))
+    turned = spec.turned()
+    assert turned == TTSpec("tt", (5,), (2, 3), (1, 2, 4, 1), transposed=True)
+    assert turned.core_shapes == spec.core_shapes
+    assert (turned.in_size, turned.out_size) == (spec.out_size, spec.in_size)
+    assert turned.sides == spec.sides == ((2, 3), (5,))
+    assert turned.middle_rank == spec.middle_rank == 4
+    assert turned.turned() == spec
+    assert turned.modes_of(range(1, 3)) == spec.modes_of(range(1, 3))[::-1]
+
+
+def test_pairs_of_modes_change_places():
+    spec = TTSpec("ttm", (2, 3), (5, 4), (1, 6, 1))
+    assert spec.turned() == TTSpec("ttm", (5, 4), (2, 3), (1, 6, 1))
+    with pytest.raises(SpecError, match="change the places"):
+        TTSpec("ttm", (2, 3), (5, 4), (1, 6, 1), transposed=True)

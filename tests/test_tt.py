@@ -352,3 +352,13 @@ def test_random_cores_of_rank_0_or_no_deviation_are_zero():
     assert tuple(tuple(core.shape) for core in cores) == spec.core_shapes
     assert torch.equal(tt.to_dense(cores, spec), torch.zeros(3, 8))
     assert not any(core.any() for core in tt.random_cores(PAPER, 0.0))
+
+
+def test_transposed_cores_stand_for_the_transpose():
+    spec = spec_of("tt", (2, 3), (4, 2))
+    weight = random_weight(spec)
+    cores, found, error = tt.decompose(weight.T, spec.turned())
+    assert found == spec.turned()
+    assert error < 1e-10
+    torch.testing.assert_close(tt.to_dense(cores, found), weight.T, **EXACT)
+    torch.testing.assert_close(tt.to_dense(cores, spec), weight, **EXACT)

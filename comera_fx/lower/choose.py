@@ -114,6 +114,8 @@ def embedding(ids: Tensor, cores: list[Tensor], spec: TTSpec, *, num_tokens_hint
     right = _weight_only(cores[plan.cut :], plan.right, (num_right, rank * plan.right_shape[2]))
     if num_right == 1:
         picked = left.index_select(0, flat).reshape(-1, rank) @ right.reshape(rank, -1)
+    elif rows == 1 and plan.right_shape[2] == 1:  # the columns' cores come first
+        picked = right.index_select(0, flat) @ left.reshape(columns, rank).t()
     else:
         left_rows = left.index_select(0, flat // num_right).reshape(-1, columns, rank)
         right_rows = right.index_select(0, flat % num_right).reshape(-1, *plan.right_shape[1:])

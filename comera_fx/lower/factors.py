@@ -42,7 +42,7 @@ def factors(
     Returns:
         Factors whose width the device's products like, the middle rank filled up with zeros.
     """
-    middle = spec.ranks[len(spec.in_modes)]
+    middle = spec.middle_rank
     padded = cost_model(cores[0].device.type).padded(middle)
     width = padded if padded <= MOST_FILLING * middle else middle
     return make_factors(Chains(spec, num_layers, *features, width), cores)

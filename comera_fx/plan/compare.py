@@ -130,7 +130,7 @@ def _fixed_path(plan: Plan) -> Way:
     """The order that needs no search; where there are two sides, the one that copies nothing."""
     spec = plan.spec
     if spec.layout == "tt":
-        path = two_sided_path(len(spec.in_modes), len(spec.out_modes))
+        path = two_sided_path(*map(len, spec.sides), from_last=spec.transposed)
         detail = "input cores, output cores, then x with both"
     else:
         path = core_by_core_path(spec.num_cores)
@@ -170,9 +170,7 @@ def _gradient_network(network: Network, leaf: int) -> Network:
 
 
 def _low_rank(plan: Plan) -> Way:
-    spec = plan.spec
-    middle = len(spec.in_modes) if spec.layout == "tt" else spec.num_cores // 2
-    rank = spec.ranks[middle]
+    spec, rank = plan.spec, plan.spec.middle_rank
     factors = TTSpec("tt", (spec.in_size,), (spec.out_size,), (1, rank, 1))
     network = linear_network(factors, plan.num_tokens)
     plan = replace(plan, spec=factors, network=network, path=two_sided_path(1, 1))

@@ -181,9 +181,9 @@ def _paths(network: Network, spec: TTSpec, objective: Objective) -> list[SsaPath
     paths = [find_path(network)]
     if objective != "flops":
         paths += [find_path(network, minimize, outer=False) for minimize in ("write", "combo")]
-        paths.append(core_by_core_path(spec.num_cores))
+        paths.append(core_by_core_path(spec.num_cores, from_last=spec.transposed))
         if spec.layout == "tt":
-            paths.append(two_sided_path(len(spec.in_modes), len(spec.out_modes)))
+            paths.append(two_sided_path(*map(len, spec.sides), from_last=spec.transposed))
     if objective == "memory":
         paths += _small_paths(network)
     return list(dict.fromkeys(paths))

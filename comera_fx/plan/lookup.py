@@ -68,8 +68,8 @@ def _pair_tables(spec: TTSpec, num_ids: int, cut: int) -> LookupPlan:
     left, right = chain_network(spec, 0, cut), chain_network(spec, cut, spec.num_cores)
     left_path, left_flops = _tree(left)
     right_path, right_flops = _tree(right)
-    num_out = max(cut - len(spec.in_modes), 0) if spec.layout == "tt" else cut
-    rows = (prod(spec.in_modes[:cut]), prod(spec.in_modes[cut:]))
+    num_in, num_out = map(len, spec.modes_of(range(cut)))
+    rows = (prod(spec.in_modes[:num_in]), prod(spec.in_modes[num_in:]))
     columns = (prod(spec.out_modes[:num_out]), prod(spec.out_modes[num_out:]))
     rank = spec.ranks[cut]
     flops = left_flops + right_flops + 2 * num_ids * columns[0] * rank * columns[1]

@@ -91,11 +91,12 @@ def _letters(spec: TTSpec) -> _Letters:
 
 
 def _core_indices(spec: TTSpec, letters: _Letters) -> Iterator[str]:
-    modes = (
-        letters.in_modes + letters.out_modes
-        if spec.layout == "tt"
-        else tuple(map("".join, zip(letters.in_modes, letters.out_modes, strict=True)))
-    )
+    if spec.layout == "ttm":
+        modes = tuple(map("".join, zip(letters.in_modes, letters.out_modes, strict=True)))
+    elif spec.transposed:
+        modes = letters.out_modes + letters.in_modes
+    else:
+        modes = letters.in_modes + letters.out_modes
     for k, mode in enumerate(modes):
         yield letters.bonds[k] + mode + letters.bonds[k + 1]
 
@@ -160,13 +161,9 @@ def chain_network(spec: TTSpec, first: int, last: int) -> Network:
     """
     letters = _letters(spec)
     inner = range(first, last)
-    if spec.layout == "tt":
-        num_in = len(spec.in_modes)
-        in_modes = [letters.in_modes[k] for k in inner if k < num_in]
-        out_modes = [letters.out_modes[k - num_in] for k in inner if k >= num_in]
-    else:
-        in_modes = [letters.in_modes[k] for k in inner]
-        out_modes = [letters.out_modes[k] for k in inner]
+    held_in, held_out = spec.modes_of(inner)
+    in_modes = [letters.in_modes[k] for k in held_in]
+    out_modes = [letters.out_modes[k] for k in held_out]
     indices = tuple(_core_indices(spec, letters))[first:last]
     kept = set(chain.from_iterable(indices))
     return Network(

@@ -52,18 +52,23 @@ def find_path(network: Network, minimize: str = "flops", *, outer: bool = True) 
     return tuple(_ssa_pairs(numbered, len(leaves)))
 
 
-def two_sided_path(num_in: int, num_out: int) -> SsaPath:
-    """Return the tree that contracts all input cores, all output cores, then applies both to x.
+def two_sided_path(num_first: int, num_last: int, *, from_last: bool = False) -> SsaPath:
+    """Return the tree that contracts the cores of either side, then applies both to x.
 
     Two products with the tokens, on views alone: the tree to beat where there are many tokens,
     even where another takes fewer FLOPs. Leaves are x, then the cores of layout "tt".
+
+    Args:
+        num_first: Number of cores of the first side.
+        num_last: Number of cores of the last side.
+        from_last: Whether x meets the last side first, as where the cores are transposed.
 
     Example:
         >>> two_sided_path(2, 2)
         ((1, 2), (4, 3), (0, 5), (7, 6))
     """
     pairs: list[tuple[int, int]] = []
-    num_leaves = 1 + num_in + num_out
+    num_leaves = 1 + num_first + num_last
 
     def chain(leaves: Sequence[int]) -> int:
         made = leaves[0]
@@ -72,14 +77,12 @@ def two_sided_path(num_in: int, num_out: int) -> SsaPath:
             made = num_leaves + len(pairs) - 1
         return made
 
-    left = chain(range(1, num_in + 1))
-    right = chain(range(num_in + num_out, num_in, -1))
-    applied = chain((0, left))
-    chain((applied, right))
+    sides = [chain(range(1, num_first + 1)), chain(range(num_first + num_last, num_first, -1))]
+    chain((0, *(reversed(sides) if from_last else sides)))
     return tuple(pairs)
 
 
-def core_by_core_path(num_cores: int) -> SsaPath:
+def core_by_core_path(num_cores: int, *, from_last: bool = False) -> SsaPath:
     """Return the tree that contracts x with one core after another.
 
     Few steps to run where there are few tokens.
@@ -88,7 +91,8 @@ def core_by_core_path(num_cores: int) -> SsaPath:
         >>> core_by_core_path(3)
         ((0, 1), (4, 2), (5, 3))
     """
-    return ((0, 1), *((num_cores + k - 1, k) for k in range(2, num_cores + 1)))
+    first, *rest = range(num_cores, 0, -1) if from_last else range(1, num_cores + 1)
+    return ((0, first), *((num_cores + 1 + k, core) for k, core in enumerate(rest)))
 
 
 Tree = int | tuple["Tree", "Tree"]

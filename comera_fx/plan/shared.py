@@ -62,11 +62,6 @@ class Sizes:
         """Whether there is a backward pass."""
         return self.needs_input_grad or self.needs_core_grad
 
-    @property
-    def middle(self) -> int:
-        """Rank of the bond at which the factors are cut."""
-        return self.spec.ranks[len(self.spec.in_modes)]
-
     def call_seconds(self, share: float) -> float:
         """Return the time of a call beside its products."""
         return self.costs.dense_call_seconds * share * (1.0 if self.trains else FORWARD_CALL)
@@ -118,7 +113,7 @@ def plan_shared(
     """
     forms = [(width, False) for width in _widths(sizes)]
     if can_split and len(sizes.spec.out_modes) > 1:
-        forms.append((sizes.middle, True))
+        forms.append((sizes.spec.middle_rank, True))
     times = {
         form: (
             _chains_seconds(sizes, num_layers, *form),
@@ -167,7 +162,7 @@ def joint_saving(sizes: tuple[Sizes, ...], widths: tuple[int, ...]) -> float:
 
 
 def _widths(sizes: Sizes) -> list[int]:
-    return list(dict.fromkeys((sizes.middle, sizes.costs.padded(sizes.middle))))
+    return list(dict.fromkeys((sizes.spec.middle_rank, sizes.costs.padded(sizes.spec.middle_rank))))
 
 
 def check_seconds(sizes: Sizes) -> float:

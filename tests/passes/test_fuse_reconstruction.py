@@ -187,16 +187,17 @@ def test_embedding_tied_to_the_output_head(read, spec, make):
     assert_same_results(after, before, ids)
 
 
-def three_on_rows(m: Reconstructed, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def both_sides(m: Reconstructed, x: Tensor) -> tuple[Tensor, Tensor]:
     weight = m.weight
-    return x @ weight, torch.tanh(x) @ weight, F.linear(x, weight.t())
+    return x @ weight, F.linear(torch.tanh(x @ weight), weight)
 
 
-def test_cores_are_transposed_once_for_all_readers():
-    before = symbolic(Reconstructed(three_on_rows, SPECS["ttm"]))
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_all_readers_read_the_same_cores(spec):
+    before = symbolic(Reconstructed(both_sides, spec))
     after = fuse(before)
-    permutes = [node for node in after.graph.nodes if node.target == "permute"]
-    assert len(permutes) == 2
+    cores = [node.args[1] for node in after.graph.nodes if str(node.target) == LINEAR]
+    assert cores == [cores[0]] * 3
     assert_same_results(after, before, floats(3, 10))
 
 
@@ -343,8 +344,9 @@ def test_tokens_that_the_graph_tells_are_planned_for():
     model, by_rows = Reconstructed(ON_COLUMNS["linear"]), Reconstructed(ON_ROWS["matmul"])
     table = Reconstructed(LOOKUPS["rows"][1])
     assert hint_of(exported(model, floats(3, 4, 6))) == {"num_tokens_hint": 12}
-    assert hint_of(exported(by_rows, floats(3, 10))) == {"num_tokens_hint": 3}
-    assert hint_of(exported(table, torch.zeros(5, 2, dtype=torch.long))) == {"num_tokens_hint": 10}
+    assert hint_of(exported(by_rows, floats(3, 10))) == {"transposed": True, "num_tokens_hint": 3}
+    ids = torch.zeros(5, 2, dtype=torch.long)
+    assert hint_of(exported(table, ids)) == {"transposed": True, "num_tokens_hint": 10}
 
 
 def test_tokens_that_are_the_default_or_not_known_are_not_named():
@@ -386,10 +388,8 @@ def test_a_table_with_padding_as_text():
         %x = placeholder[x]()
         %core_0 = get_attr[core_0]()
         %core_1 = get_attr[core_1]()
-        %permute = call_method[permute](%core_0, [0, 2, 1, 3])
-        %permute_1 = call_method[permute](%core_1, [0, 2, 1, 3])
         %tt_embedding_default = call_function[comera_fx.tt_embedding.default]\
-(%x, [%permute, %permute_1], None, 'ttm', 2, 10, 6)
+(%x, [%core_0, %core_1], None, 'ttm', 2, 10, 6, transposed=True)
         %eq = call_function[eq](%x, 9)
         %unsqueeze = call_method[unsqueeze](%eq, -1)
         %detach = call_method[detach](%tt_embedding_default)
@@ -404,49 +404,6 @@ def test_a_transposed_product_as_text():
         %column_bias = get_attr[column_bias]()
         %core_0 = get_attr[core_0]()
         %core_1 = get_attr[core_1]()
-        %permute = call_method[permute](%core_1, [2, 1, 0])
-        %permute_1 = call_method[permute](%core_0, [2, 1, 0])
         %tt_linear_default = call_function[comera_fx.tt_linear.default]\
-(%x, [%permute, %permute_1], %column_bias, 'tt', 1, 9, 5)
+(%x, [%core_0, %core_1], %column_bias, 'tt', 1, 9, 5, transposed=True)
         return %tt_linear_default""")
-
-
-def lines_from(graph: fx.Graph, name: str) -> str:
-    _, found, rest = format_graph(graph).partition(f"%{name} = ")
-    return found + rest
-
-
-def test_features_in_reverse_order_as_text():
-    after = fuse(symbolic(Reconstructed(ON_ROWS["addmm"], SPECS["tt"], 5, 9)))
-    assert lines_from(after.graph, "pad") == dedent("""\
-        %pad = call_function[pad](%x, [0, 1])
-        %unflatten = call_method[unflatten](%pad, -1, [2, 5])
-        %movedim = call_method[movedim](%unflatten, [-2, -1], [-1, -2])
-        %flatten = call_method[flatten](%movedim, -2)
-        %tt_linear_default = call_function[comera_fx.tt_linear.default]\
-(%flatten, [%permute, %permute_1, %permute_2, %permute_3], None, 'tt', 2, 10, 6)
-        %unflatten_1 = call_method[unflatten](%tt_linear_default, -1, [3, 2])
-        %movedim_1 = call_method[movedim](%unflatten_1, [-2, -1], [-1, -2])
-        %flatten_1 = call_method[flatten](%movedim_1, -2)
-        %narrow = call_method[narrow](%flatten_1, -1, 0, 5)
-        %contiguous = call_method[contiguous](%narrow)
-        %add = call_function[add](%contiguous, %column_bias)
-        return %add""")
-
-
-def test_rows_in_reverse_order_as_text():
-    spec = TTSpec("tt", (6,), (2, 5), (1, 2, 3, 1))
-    after = fuse(symbolic(Reconstructed(LOOKUPS["rows"][1], spec, 5, 9)))
-    assert lines_from(after.graph, "getattr_1") == dedent("""\
-        %getattr_1 = call_function[getattr](%x, 'device')
-        %arange = call_function[arange](10, device=%getattr_1)
-        %unflatten = call_method[unflatten](%arange, -1, [5, 2])
-        %movedim = call_method[movedim](%unflatten, [-2, -1], [-1, -2])
-        %flatten = call_method[flatten](%movedim, -2)
-        %narrow = call_method[narrow](%flatten, 0, 0, 9)
-        %unsqueeze = call_method[unsqueeze](%narrow, -1)
-        %embedding_1 = call_function[embedding](%x, %unsqueeze)
-        %squeeze = call_method[squeeze](%embedding_1, -1)
-        %tt_embedding_default = call_function[comera_fx.tt_embedding.default]\
-(%squeeze, [%permute, %permute_1, %permute_2], None, 'tt', 2, 10, 5)
-        return %tt_embedding_default""")

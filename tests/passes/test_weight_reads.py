@@ -46,19 +46,19 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("layout", "read", "make", "fused"),
+    ("layout", "read", "make"),
     [
-        ("tt", "no-bias", symbolic, True),
-        ("tt", "matmul", symbolic, False),
-        ("tt", "matmul", exported, True),
-        ("ttm", "matmul", symbolic, True),
+        ("tt", "no-bias", symbolic),
+        ("tt", "matmul", symbolic),
+        ("tt", "matmul", exported),
+        ("ttm", "matmul", symbolic),
     ],
 )
-def test_computed_cores(layout, read, make, fused):
+def test_computed_cores(layout, read, make):
     x = floats(3, 6 if read == "no-bias" else 10)
     before = make(Scaled({**ON_COLUMNS, **ON_ROWS}[read], SPECS[layout]), x)
     after = fuse(before)
-    assert targets(after) == ([LINEAR] if fused else [DENSE])
+    assert targets(after) == [LINEAR]
     assert_same_results(after, before, x)
 
 

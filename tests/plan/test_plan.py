@@ -315,3 +315,15 @@ def test_more_indices_than_names_are_refused():
     spec = TTSpec("tt", (2,) * 15, (2,) * 15, (1, *(2,) * 29, 1))
     with pytest.raises(PlanError, match="more modes and bonds"):
         plan_linear(spec, 4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 4096])
+def test_a_weight_read_by_its_other_side_costs_what_its_transpose_costs(num_tokens):
+    ranks = (1, 5, 17, 9, 4, 1)
+    turned = TTSpec("tt", (8, 4, 4), (6, 8), ranks).turned()
+    reversed_ = TTSpec("tt", (8, 6), (4, 4, 8), ranks[::-1])
+    mine, theirs = (plan_linear(spec, num_tokens, "flops") for spec in (turned, reversed_))
+    assert mine.flops_forward == theirs.flops_forward
+    assert mine.flops_backward == theirs.flops_backward
+    mine, theirs = (plan_linear(spec, num_tokens) for spec in (turned, reversed_))
+    assert mine.seconds == pytest.approx(theirs.seconds, rel=0.05)
