@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ def parse(
     *,
     results: str,
     tokens: Sequence[int] = (),
+    extend: Callable[[argparse.ArgumentParser], None] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> argparse.Namespace:
     """Read ``--repeats``, ``--threads``, ``--results`` and, if there is a choice, ``--tokens``.
@@ -24,6 +25,7 @@ def parse(
         description: The benchmark's docstring.
         results: Name of its CSV file.
         tokens: Numbers of tokens to choose from; all of them, if none is named.
+        extend: Adds the options that one benchmark alone has.
         arguments: Instead of those on the command line.
 
     Returns:
@@ -34,8 +36,17 @@ def parse(
     parser.add_argument("--threads", type=int, help="threads of torch; by default, torch's choice")
     parser.add_argument("--results", type=Path, default=RESULTS / results, help="CSV file")
     if tokens:
-        choice = {"choices": sorted(set(tokens)), "default": sorted(set(tokens))}
-        parser.add_argument("--tokens", type=int, nargs="+", help="batches to run", **choice)
+        choices = sorted(set(tokens))
+        parser.add_argument(
+            "--tokens",
+            type=int,
+            nargs="+",
+            help="batches to run",
+            choices=choices,
+            default=choices,
+        )
+    if extend is not None:
+        extend(parser)
     options = parser.parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

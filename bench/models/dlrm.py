@@ -30,6 +30,9 @@ class DLRM(nn.Module):
             whose rows are then added up.
     """
 
+    first: Tensor
+    second: Tensor
+
     def __init__(
         self,
         num_dense: int,
@@ -42,12 +45,7 @@ class DLRM(nn.Module):
     ) -> None:
         super().__init__()
         self.bags = bags
-        self.tables = nn.ModuleList(
-            nn.EmbeddingBag(size, width, mode="sum") if bags else nn.Embedding(size, width)
-            for size in tables
-        )
-        for table in self.tables:
-            nn.init.uniform_(table.weight, -(width**-0.5), width**-0.5)
+        self.tables = nn.ModuleList(_table(size, width, bags=bags) for size in tables)
         num_vectors = len(tables) + 1
         num_pairs = num_vectors * (num_vectors - 1) // 2
         self.bottom = mlp([num_dense, *bottom, width], nn.ReLU())
@@ -77,6 +75,12 @@ class DLRM(nn.Module):
     def _look_up(self, index: int, ids_BH: Tensor) -> Tensor:
         rows: Tensor = self.tables[index](ids_BH)
         return rows if self.bags else rows.sum(1)
+
+
+def _table(size: int, width: int, *, bags: bool) -> nn.Embedding | nn.EmbeddingBag:
+    table = nn.EmbeddingBag(size, width, mode="sum") if bags else nn.Embedding(size, width)
+    nn.init.uniform_(table.weight, -(width**-0.5), width**-0.5)
+    return table
 
 
 def mlp(sizes: Sequence[int], last: nn.Module) -> nn.Sequential:
