@@ -12,6 +12,7 @@ from comera_fx.errors import (
     SpecError,
     WeightError,
 )
+from comera_fx.inspect.stages import stages
 from comera_fx.modules import TTEmbedding, TTLinear
 from comera_fx.plan import Plan, plan_linear
 from comera_fx.report import LayerReport, Report, dump_to, format_graph
@@ -47,4 +48,5 @@ __all__ = [
     "optimize",
     "param_groups",
     "plan_linear",
+    "stages",
 ]

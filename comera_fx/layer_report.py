@@ -171,7 +171,7 @@ def _linear_figures(
     costs = _dense_costs("linear", sizes, num_tokens, module.cores[0])
     if not module.spec.num_params:
         return {**costs, **dict.fromkeys(_PLANNED, 0)}, ""
-    planned, over = _plan_of(module, num_tokens)
+    planned, over = plan_of(module, num_tokens)
     costs.update({name: getattr(planned, name) for name in _PLANNED})
     costs["predicted_seconds"] = planned.seconds
     if measured is not None:
@@ -183,8 +183,15 @@ def _linear_figures(
     return costs, over
 
 
-def _plan_of(module: TTLinear, num_tokens: int) -> tuple[Plan, str]:
-    """Ranks loaded from a checkpoint may break a limit; the forward pass then says so too."""
+def plan_of(module: TTLinear, num_tokens: int) -> tuple[Plan, str]:
+    """Return the plan of a layer, and what there is to say where it is over its limit.
+
+    Ranks loaded from a checkpoint may break a limit; the forward pass then says so too.
+
+    Args:
+        module: The layer; it has ranks left.
+        num_tokens: Rows of input.
+    """
     config, core = module.plan_config, module.cores[0]
     limit = config.memory_limit_bytes
 

@@ -263,8 +263,18 @@ _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("comera_fx_watchers", de
 
 
 def active_watchers() -> tuple[Watcher, ...]:
-    """Return the watchers of every ``dump_to`` that is open."""
+    """Return the watchers of every ``dump_to`` and ``watched_by`` that is open."""
     return _watchers.get()
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Show ``watcher`` what passes change, in this thread or task, while the context is open."""
+    token = _watchers.set((*_watchers.get(), watcher))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
 
 
 @contextmanager
@@ -304,8 +314,5 @@ def dump_to(folder: str | os.PathLike[str]) -> Iterator[None]:
         (target / f"{count:02d}_{name}.diff").write_text(text, encoding="utf-8")
         count += 1
 
-    token = _watchers.set((*_watchers.get(), watch))
-    try:
+    with watched_by(watch):
         yield
-    finally:
-        _watchers.reset(token)

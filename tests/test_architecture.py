@@ -28,6 +28,7 @@ LAYERS = [  # lowest first; rooms on one line never import one another
     {"candidates", "measure", "sharing"},
     {"capture", "passes", "write_back", "train", "policy", "layer_report"},
     {"report", "io"},
+    {"inspect"},
     {"backend"},
     {"api"},
     {PACKAGE},
