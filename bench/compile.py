@@ -26,7 +26,7 @@ from bench.compiled import (
     default_versions,
     make_trainer,
 )
-from bench.inner import write_table
+from bench.inner import inner_compilers, write_table
 from bench.options import parse
 from bench.tasks import Task, Trainer, make_task
 from bench.timing import Row, append_rows, format_table, repeats_within, times_ms
@@ -141,6 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what was chosen, print a table and append the rows, workload by workload."""
     options = parse(__doc__, results="compile.csv", extend=_extend, arguments=arguments)
     names = available(options.versions or default_versions(options.device))
+    if options.write_auto and options.small:
+        raise SystemExit("--write-auto: what is measured at the sizes of --small decides nothing")
+    if options.write_auto and not inner_compilers(names):
+        raise SystemExit("--write-auto: no inner compiler of the backend comera is to run")
     rows: list[Row] = []
     for workload in SMALL_TRAINING if options.small else TRAINING:
         if workload.name not in options.workloads:

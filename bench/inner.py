@@ -17,6 +17,12 @@ NEAR = 1.03
 Row = Mapping[str, Any]
 
 
+def inner_compilers(versions: Sequence[str]) -> list[str]:
+    """Return the inner compilers that versions stand for, in their order."""
+    inners = [name.removeprefix(COMERA) for name in versions if name.startswith(COMERA)]
+    return [inner for inner in inners if inner != "auto"]
+
+
 def write_table(rows: Sequence[Row], device_type: str, folder: Path | None = None) -> Path:
     """Write the table of a device type into the package, or into ``folder``; return its path."""
     folder = Path(comera_fx.__file__).parent if folder is None else folder
@@ -65,7 +71,6 @@ def _choose(
 def _by_workload(rows: Sequence[Row], column: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
-        inner = str(row["version"]).removeprefix(COMERA)
-        if inner not in (row["version"], "auto"):
+        for inner in inner_compilers([str(row["version"])]):
             found.setdefault(str(row["workload"]), {})[inner] = row[column]
     return found

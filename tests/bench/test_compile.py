@@ -106,6 +106,17 @@ def test_what_has_no_backend_is_left_out(monkeypatch, capsys):
     assert "dense is left out: there is no backend 'nobody'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("more", "message"), [([], "no inner compiler"), (["--small"], "decides nothing")]
+)
+def test_nothing_runs_for_a_table_that_is_not_to_be_written(more, message, tmp_path):
+    path = tmp_path / "rows.csv"
+    arguments = ["--versions", "dense", "--write-auto", "--results", str(path), *more]
+    with pytest.raises(SystemExit, match=message):
+        main(arguments)
+    assert not path.exists()
+
+
 def test_cuda_graphs_are_for_cuda():
     assert set(default_versions("cuda")) - set(default_versions("cpu")) == {COMERA + "cudagraphs"}
     assert "tt_comera_auto" not in default_versions("cuda")
