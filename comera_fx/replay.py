@@ -173,11 +173,22 @@ def first_line(error: Exception) -> str:
     return (text[:197] + "...") if len(text) > 200 else text or type(error).__name__
 
 
+VALUE_KEYS = ("example_value", "val")
+"""Keys of a node's metadata that may hold a tensor like its result, without numbers."""
+WEIGHT = "comera_fx_weight"
+"""Key of a placeholder's metadata that holds the weight it stands for."""
+
+
 def value_of(gm: nn.Module, arg: object) -> object:
-    """Return what a ``get_attr`` node of a graph module reads; ``None`` for all else."""
-    if not isinstance(arg, fx.Node) or arg.op != "get_attr":
+    """Return what a ``get_attr`` node of a graph module reads; ``None`` for all else.
+
+    In graphs that take their weights as inputs, the weight that a placeholder stands for.
+    """
+    if not isinstance(arg, fx.Node):
         return None
-    return attribute_of(gm, str(arg.target))
+    if arg.op == "placeholder":
+        return arg.meta.get(WEIGHT)
+    return attribute_of(gm, str(arg.target)) if arg.op == "get_attr" else None
 
 
 _OWNED = frozenset({*dir(fx.GraphModule), *vars(fx.GraphModule(nn.Module(), fx.Graph())), "self"})

@@ -12,7 +12,9 @@ from torch import fx
 
 from comera_fx.ops import spec_of
 from comera_fx.passes.match import replace_call
+from comera_fx.passes.regions import State
 from comera_fx.passes.weight_only import WeightOnly, erase_unused, may_reorder, move_before
+from comera_fx.replay import VALUE_KEYS
 from comera_fx.spec import TTSpec
 
 _tt_linear, _tt_embedding = torch.ops.comera_fx.tt_linear, torch.ops.comera_fx.tt_embedding
@@ -44,8 +46,9 @@ class BatchChains:
             %a, [%b_left], [%b_right], [None])
         %b = call_function[getitem](%b_results, 0)
 
-    Layers of one group have the same spec, features, dtype and devices. Cores that several calls
-    read, by one node, by a tied weight's other name or by an equal computation, are in it once.
+    Layers of one group have the same spec, features, dtype and devices, and run in the same state
+    of gradients and autocast. Cores that several calls read, by one node, by a tied weight's other
+    name or by an equal computation, are in it once.
     The factors stand before their first reader, and cores that came later move up with them.
     Calls that read the cores by their other side take the factors transposed and in the other
     order. A ``tt_embedding`` whose cores a ``tt_linear`` of the group reads, as those of a tied
@@ -54,7 +57,7 @@ class BatchChains:
     Numerics: keeps them, up to rounding.
     Leaves alone: groups that ``choose`` turns down; layout "ttm"; ranks cut to 0; cores that
     depend on more than weights, are random, or may be written to; cores whose shapes the graph
-    does not tell; graphs that switch gradients or autocast on the way, and module graphs; and
+    does not tell, or that are made in another state of gradients or autocast; module graphs; and
     other calls of ``tt_embedding``.
 
     Args:
@@ -116,6 +119,9 @@ class _Group(NamedTuple):
         spec: Shape of the weight, its input modes being those of the first cores.
         in_features: Rows of the left factor.
         out_features: Columns of the right factor.
+        dtype: Of the cores.
+        devices: Where they are.
+        state: The state of gradients and autocast in which the calls run.
     """
 
     spec: TTSpec
@@ -123,6 +129,7 @@ class _Group(NamedTuple):
     out_features: int
     dtype: torch.dtype
     devices: tuple[str, ...]
+    state: State
 
 
 def _call_of(node: fx.Node) -> _Call | None:
@@ -151,12 +158,13 @@ def _group_of(weights: WeightOnly, call: _Call) -> _Group | None:
     shapes = tuple(tuple(value.shape) for value in known)
     spec = spec_of(call.layout, call.num_in_modes, shapes, call.transposed)
     devices = {device for core in call.cores for device in weights.devices(core)}
-    if 0 in spec.ranks:
+    state = weights.state(call.node)
+    if 0 in spec.ranks or not weights.are_made_in(state, call.cores):
         return None
     sizes = (call.in_features, call.out_features)
     if call.transposed:
         spec, sizes = spec.turned(), sizes[::-1]
-    return _Group(spec, *sizes, known[0].dtype, tuple(sorted(devices)))
+    return _Group(spec, *sizes, known[0].dtype, tuple(sorted(devices)), state)
 
 
 def _key(weights: WeightOnly, call: _Call) -> tuple[Hashable, ...]:
@@ -211,7 +219,7 @@ def _insert_apply(node: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
         results = graph.call_function(torch.ops.comera_fx.tt_apply.default, args)
         result = graph.call_function(operator.getitem, (results, 0))
     meta = {key: value for key, value in node.meta.items() if key != "tt_spec"}
-    results.meta = {key: value for key, value in meta.items() if key != "val"}
+    results.meta = {key: value for key, value in meta.items() if key not in VALUE_KEYS}
     result.meta = meta
     return result
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,66 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from comera_fx.replay import value_of
+from comera_fx.passes.regions import SWITCHES, states_from, states_of
+from comera_fx.replay import VALUE_KEYS, value_of
 
-_SET_GRAD = torch._C._set_grad_enabled
-_ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
-_EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
-_ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
-_EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
-_SWITCHES = (_SET_GRAD, _ENTER_AUTOCAST, _EXIT_AUTOCAST, _ENTER_INFERENCE, _EXIT_INFERENCE)
-_VALUE_KEYS = ("example_value", "val")
-_OF_THE_CALL = {*_VALUE_KEYS, "tensor_meta", "tt_spec"}
-
-
-@dataclass(frozen=True)
-class _State:
-    """What nodes of a graph switch on and off, over what is on where the graph is called.
-
-    Args:
-        grad: Whether gradients are on; ``None`` for as the caller has it.
-        autocasts: Arguments of the autocast regions that are open, outermost first.
-        inference: Number of inference regions that are open.
-        opened: The state before a node that opened a region, for the one that closes it.
-    """
-
-    grad: bool | None = None
-    autocasts: tuple[tuple[Any, ...], ...] = ()
-    inference: int = 0
-
-    def after(self, node: fx.Node, opened: dict[fx.Node, _State]) -> _State:
-        """Return the state after ``node``; ``opened`` holds the one before each opening node."""
-        if node.op != "call_function" or node.target not in _SWITCHES:
-            return self
-        if node.target is _SET_GRAD:
-            return replace(self, grad=bool(node.args[0]))
-        if node.target is _ENTER_AUTOCAST:
-            opened[node] = self
-            return replace(self, autocasts=(*self.autocasts, node.args))
-        if node.target is _ENTER_INFERENCE:
-            opened[node] = self
-            return replace(self, inference=self.inference + bool(node.args[0]))
-        before = opened[node.all_input_nodes[0]]
-        if node.target is _EXIT_AUTOCAST:
-            return replace(self, autocasts=before.autocasts)
-        return replace(self, inference=before.inference)
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Bring torch into this state, without a cache that would keep fake tensors."""
-        cached = torch.is_autocast_cache_enabled()
-        with ExitStack() as stack:
-            for device, dtype, enabled, *_ in self.autocasts:
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-            if self.grad is not None:
-                stack.enter_context(torch.set_grad_enabled(self.grad))
-            if self.inference:
-                stack.enter_context(torch.no_grad())
-            torch.set_autocast_cache_enabled(False)
-            try:
-                yield
-            finally:
-                torch.set_autocast_cache_enabled(cached)
+_OF_THE_CALL = {*VALUE_KEYS, "tensor_meta", "tt_spec"}
 
 
 class BodyInliner:
@@ -96,20 +38,13 @@ class BodyInliner:
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         nodes = list(gm.graph.nodes)
-        kept = [node.meta[key] for node in nodes for key in _VALUE_KEYS if key in node.meta]
+        kept = [node.meta[key] for node in nodes for key in VALUE_KEYS if key in node.meta]
         modes = [value.fake_mode for value in kept if isinstance(value, FakeTensor)]
         self._mode: FakeTensorMode | None = modes[0] if modes else None
-        uses_first = any(_VALUE_KEYS[0] in node.meta for node in nodes)
-        self._key = _VALUE_KEYS[0] if uses_first else _VALUE_KEYS[1]
+        uses_first = any(VALUE_KEYS[0] in node.meta for node in nodes)
+        self._key = VALUE_KEYS[0] if uses_first else VALUE_KEYS[1]
         self._values: dict[fx.Node, Any] = {}
-        self._states: dict[fx.Node, _State] = {}
-        self._opened: dict[fx.Node, _State] = {}
-        self._enter(nodes, _State())
-
-    def _enter(self, nodes: list[fx.Node], state: _State) -> None:
-        for node in nodes:
-            self._states[node] = state
-            state = state.after(node, self._opened)
+        self._states = states_of(gm)
 
     def inline(self, node: fx.Node, body: Callable[..., Any]) -> list[fx.Node] | None:
         """Replace a call by the traced ``body``.
@@ -159,7 +94,7 @@ class BodyInliner:
                     places[node] = call.graph.node_copy(node, places.__getitem__)
                     places[node].meta = dict(meta)
                     made.append(places[node])
-        self._enter(made, self._states[call])
+        self._states.update(states_from(self._states[call], made))
         for node in made:
             value = self.value(node)
             if value is not None:
@@ -174,7 +109,7 @@ class BodyInliner:
         return self._values[node]
 
     def _value(self, node: fx.Node) -> Any:
-        for key in _VALUE_KEYS:
+        for key in VALUE_KEYS:
             if key in node.meta:
                 return node.meta[key]
         if self._mode is None:
@@ -184,7 +119,7 @@ class BodyInliner:
             if not isinstance(held, Tensor):
                 return None
             return self._mode.from_tensor(held, static_shapes=True)
-        if node.op not in ("call_function", "call_method") or node.target in _SWITCHES:
+        if node.op not in ("call_function", "call_method") or node.target in SWITCHES:
             return None
         values = {inner: self.value(inner) for inner in node.all_input_nodes}
         if any(value is None for value in values.values()):

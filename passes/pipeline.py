@@ -77,4 +77,6 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     # Not deepcopied: it holds the call signature only, which no pass may change.
     graph.set_codegen(gm.graph._codegen)
-    return fx.GraphModule(gm, graph, type(gm).__name__.removesuffix("Impl"))
+    copy = fx.GraphModule(gm, graph, type(gm).__name__.removesuffix("Impl"))
+    copy.meta.update(gm.meta)
+    return copy

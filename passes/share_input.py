@@ -44,8 +44,9 @@ class ShareInput:
 
     Numerics: keeps them, up to rounding.
     Leaves alone: a node with factors or a bias that come later and depend on more than weights,
-    be it on another reader of the input; an input that may be written to between its readers;
-    graphs that switch gradients or autocast on the way, and module graphs.
+    be it on another reader of the input, or that are made in another state of gradients or
+    autocast, or run in another one; an input that may be written to between its readers; module
+    graphs.
     """
 
     keeps_numerics: ClassVar[bool] = True
@@ -117,6 +118,9 @@ def _groups(gm: fx.GraphModule, weights: WeightOnly) -> list[list[_Apply]]:
 
 def _can_join(gm: fx.GraphModule, weights: WeightOnly, apply: _Apply, first: fx.Node) -> bool:
     """Whether a node gives the same at the place of ``first``."""
+    state = weights.state(first)
+    if weights.state(apply.node) != state or not weights.are_made_in(state, apply.weights()):
+        return False
     fixed = [node for node in apply.weights() if weights.key(node) is None]
     if not all(stands_before(node, first) for node in fixed):
         return False

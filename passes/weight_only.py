@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from comera_fx import ops as ops  # registers the operators
+from comera_fx.passes.regions import State, states_of
 from comera_fx.passes.weight_reads import (
     IN_PLACE,
     is_writer,
@@ -18,11 +19,6 @@ from comera_fx.passes.weight_reads import (
 )
 from comera_fx.replay import value_of
 
-_MODES: tuple[object, ...] = (
-    torch._C._set_grad_enabled,
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-)
 _LAYERS: tuple[object, ...] = tuple(
     target
     for packet in (
@@ -38,14 +34,11 @@ _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "
 
 
 def may_reorder(gm: fx.GraphModule) -> bool:
-    """Whether the place of a node says nothing but what it reads.
+    """Whether the place of a node says nothing but what it reads and the state it runs in.
 
-    Not so where nodes switch gradients or autocast on and off, and in a module graph, whose calls
-    all name one input.
+    Not so in a module graph, whose calls all name one input.
     """
-    if type(gm).__name__.startswith("ModuleGraph"):
-        return False
-    return not any(node.op == "call_function" and node.target in _MODES for node in gm.graph.nodes)
+    return not type(gm).__name__.startswith("ModuleGraph")
 
 
 def changes_between(gm: fx.GraphModule, node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
@@ -100,7 +93,8 @@ class WeightOnly:
 
     Random numbers, writes, calls of modules and functions that are not torch's count as more than
     that; so do weights that a node may write to, and what a layer gives, since layers are what
-    passes rewrite. Answers hold until the nodes asked for change.
+    passes rewrite; and nodes that run in another state than a node they read, since they could not
+    move with it. Answers hold until the nodes asked for change.
 
     Args:
         gm: The graph.
@@ -111,8 +105,23 @@ class WeightOnly:
         self._keys: dict[fx.Node, int | None] = {}
         self._numbers: dict[Hashable, int] = {}
         self._values: dict[fx.Node, Tensor | None] = {}
-        reads = [node for node in gm.graph.nodes if node.op == "get_attr"]
+        self._states = states_of(gm)
+        reads = [node for node in gm.graph.nodes if isinstance(value_of(gm, node), Tensor)]
         self._written = {id(value_of(gm, node)) for node in reads if is_written(gm, node)}
+
+    def is_computed(self, node: fx.Node) -> bool:
+        """Whether a node computes, and is not a weight itself."""
+        return not isinstance(value_of(self._gm, node), Tensor)
+
+    def state(self, node: fx.Node) -> State:
+        """Return the state of gradients and autocast in which a node runs."""
+        if node not in self._states:  # made since
+            self._states = states_of(self._gm)
+        return self._states[node]
+
+    def are_made_in(self, state: State, nodes: Iterable[fx.Node]) -> bool:
+        """Whether all of some nodes that are not weights themselves run in a state."""
+        return all(self.state(node) == state for node in nodes if self.is_computed(node))
 
     def key(self, node: fx.Node) -> int | None:
         """Return a number that equal computations share; ``None`` if more than weights is read."""
@@ -124,14 +133,17 @@ class WeightOnly:
         return self._keys[node]
 
     def _form(self, node: fx.Node) -> Hashable | None:
-        if node.op == "get_attr":
+        if not self.is_computed(node):
             value = value_of(self._gm, node)
             is_plain = type(value) in (Tensor, torch.nn.Parameter)
             # By identity: a tied weight has several names.
-            return ("get_attr", id(value)) if is_plain and id(value) not in self._written else None
+            return ("weight", id(value)) if is_plain and id(value) not in self._written else None
         if not _is_pure(node) or any(self.key(inner) is None for inner in node.all_input_nodes):
             return None
-        form = (node.op, node.target, self._frozen(node.args), self._frozen(node.kwargs))
+        state = self.state(node)
+        if not self.are_made_in(state, node.all_input_nodes):
+            return None
+        form = (node.op, node.target, self._frozen(node.args), self._frozen(node.kwargs), state)
         return None if is_written(self._gm, node) else form
 
     def _frozen(self, arg: Any) -> Hashable:

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 import comera_fx
 from comera_fx.passes.batch_chains import BatchChains
 from comera_fx.passes.pipeline import run_pipeline
+from comera_fx.passes.regions import START, State
 from comera_fx.report import format_graph
 from comera_fx.spec import TTSpec
 from tests.chained import (
@@ -406,22 +407,57 @@ def test_cores_that_are_written_to_are_left_alone():
     assert BatchChains(every)(gm) == 0
 
 
-def test_graphs_that_switch_gradients_off_are_left_alone():
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = layer(), layer(seed=1)
+def switch_gradients(gm: fx.GraphModule, before: fx.Node, on: bool) -> None:
+    with gm.graph.inserting_before(before):
+        gm.graph.call_function(torch._C._set_grad_enabled, (on,))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.other(self.one(x))
 
-    gm = operators_of(Part(), "symbolic_trace", floats(4, 6))
-    first, second = (n for n in gm.graph.nodes if str(n.target) == LINEAR)
-    with gm.graph.inserting_before(first):
-        gm.graph.call_function(torch._C._set_grad_enabled, (False,))
-    with gm.graph.inserting_before(second):
-        gm.graph.call_function(torch._C._set_grad_enabled, (True,))
-    assert BatchChains(every)(gm) == 0
+def three_layers() -> fx.GraphModule:
+    model = nn.Sequential(layer(), nn.Tanh(), layer(seed=1), nn.Tanh(), layer(seed=2))
+    gm = operators_of(model, "symbolic_trace", floats(4, 6))
+    gm.meta[START] = State(grad=True)
+    return gm
+
+
+def test_layers_around_a_switch_of_gradients_are_a_group():
+    before = three_layers()
+    first, second, _ = (n for n in before.graph.nodes if str(n.target) == LINEAR)
+    switch_gradients(before, first.next, False)
+    switch_gradients(before, second, True)
+    before.recompile()
+    after = batch(before)
+    assert targets(after) == [FACTORS, APPLY, APPLY, APPLY]
+    assert_same_results(after, before, floats(4, 6))
+
+
+def test_a_layer_without_gradients_is_in_no_group_of_those_with():
+    before = three_layers()
+    _, second, third = (n for n in before.graph.nodes if str(n.target) == LINEAR)
+    switch_gradients(before, second, False)
+    switch_gradients(before, third, True)
+    before.recompile()
+    after = batch(before)
+    assert targets(after) == [FACTORS, APPLY, FACTORS, APPLY, APPLY]
+    assert_same_results(after, before, floats(4, 6))
+
+
+def test_a_switch_back_to_what_the_caller_may_not_have_had_counts():
+    before = three_layers()
+    del before.meta[START]
+    _, second, _ = (n for n in before.graph.nodes if str(n.target) == LINEAR)
+    switch_gradients(before, second, True)
+    assert targets(batch(before)) == [FACTORS, APPLY, FACTORS, APPLY, APPLY]
+
+
+def test_cores_made_without_gradients_are_left_alone():
+    before = symbolic(Cores(lambda cores, x: [core * 2 for core in cores]))
+    (product, *_) = (node for node in before.graph.nodes if node.target is operator.mul)
+    switch_gradients(before, product, False)
+    switch_gradients(before, product.next, True)
+    before.recompile()
+    after = batch(before)
+    assert targets(after) == [FACTORS, APPLY, LINEAR]
+    assert_same_results(after, before, floats(4, 6))
 
 
 def test_module_graphs_are_left_alone():
