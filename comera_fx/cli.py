@@ -1,4 +1,4 @@
-"""Command line of the package: ``comera-fx demo``, ``plan`` and ``calibrate``.
+"""Command line of the package: ``comera-fx demo``, ``plan``, ``inspect`` and ``calibrate``.
 
 What a command needs is imported inside it, so that help and usage errors come at once.
 """
@@ -20,7 +20,6 @@ from comera_fx.demo.config import DemoConfig
 from comera_fx.errors import ComeraError, ConfigError
 
 if TYPE_CHECKING:
-    from comera_fx.plan.plan import Plan
     from comera_fx.spec import TTSpec
 
 MAX_MODES = 12
@@ -124,6 +123,7 @@ def plan(
     from rich.console import Console
 
     from comera_fx.plan.compare import compare_plans, comparison_table
+    from comera_fx.plan.draw import plan_svg
     from comera_fx.plan.linear import plan_linear
 
     with _errors_shown():
@@ -133,12 +133,48 @@ def plan(
         found = plan_linear(spec, tokens, goal)
         ways = compare_plans(spec, tokens) if compare else []
         if svg is not None:
-            _write_picture(found, svg)
+            _write(plan_svg(found), svg, "the picture cannot be written", "--svg")
     typer.echo(str(found))
     if ways:
         Console().print(comparison_table(ways), highlight=False)
     if svg is not None:
         typer.echo(f"Picture: {svg}")
+
+
+@app.command()
+def inspect(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="A callable that returns a model, or a pair (model, example_inputs).",
+        ),
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option(help="File to write a page into, with pictures.", show_default=False),
+    ] = None,
+) -> None:
+    """Show a model: sizes, rewritten graph, plan and kernels of each layer, predicted times.
+
+    Prints tables, or writes them with pictures into one page that opens without network.
+    """
+    from rich.console import Console
+
+    from comera_fx.inspect.factory import load
+    from comera_fx.inspect.inspection import inspect_model
+    from comera_fx.inspect.page import build_page
+    from comera_fx.inspect.show import show
+
+    with _errors_shown():
+        model, example_inputs = load(target)
+        found = inspect_model(model, example_inputs)
+        if html is not None:
+            _write(build_page(found, target), html, "the page cannot be written", "--html")
+    if html is None:
+        show(found, target, Console())
+    else:
+        typer.echo(f"Page: {html}")
 
 
 @app.command()
@@ -238,15 +274,15 @@ def _read_modes(text: str, sizes: tuple[int, int]) -> tuple[tuple[int, ...], tup
     return ins, outs
 
 
-def _write_picture(plan: Plan, path: Path) -> None:
+def _write(text: str, path: Path, problem: str, option: str) -> None:
     try:
-        plan.to_svg(path)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            "the picture cannot be written",
+            problem,
             got=f"{path}: {error.strerror}",
             expected="a file in a folder that is there",
-            mend="name another with --svg",
+            mend=f"name another with {option}",
         ) from error
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from torch import fx
+from torch import fx, nn
 from torch._ops import OpOverload
 
 from comera_fx.modules import TTModule
@@ -30,7 +30,7 @@ VIEWS = frozenset(
     (
         *("chunk", "contiguous", "detach", "expand", "flatten", "permute", "reshape", "select"),
         *("slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze"),
-        "view",
+        *("view", "mT", "narrow", "split_with_sizes"),
     )
 )
 """Operators that compute nothing; many of one block are counted together."""
@@ -64,17 +64,23 @@ def blocks_of(gm: fx.GraphModule, most: int = MOST_BLOCKS) -> list[Block]:
     """
     nodes = [node for node in gm.graph.nodes if not _is_left_out(node)]
     weight_only = _weight_only(gm.graph)
+    cores = _from_cores(weight_only)
     first = [node for node in nodes if node in weight_only]
     rest = [node for node in nodes if node not in weight_only]
     groups = [[node] for node in rest]
     if len(rest) > most:
         groups = _by_module(gm, rest, most)
-    singles = len(groups) == len(rest)
-    return _blocks(gm, [*([first] if first else []), *groups], bool(first), singles)
+    on_cores = {
+        node for node in rest if _runs_cores(gm, node) or not cores.isdisjoint(node.all_input_nodes)
+    }
+    return _blocks(gm, [*([first] if first else []), *groups], bool(first), on_cores)
 
 
 def _blocks(
-    gm: fx.GraphModule, groups: Sequence[Sequence[fx.Node]], has_weights: bool, singles: bool
+    gm: fx.GraphModule,
+    groups: Sequence[Sequence[fx.Node]],
+    has_weights: bool,
+    on_cores: set[fx.Node],
 ) -> list[Block]:
     place = {node: number for number, group in enumerate(groups) for node in group}
     paths = _paths(gm, [node for group in groups for node in group])
@@ -91,36 +97,56 @@ def _blocks(
         reads = tuple(sorted(read - ({0} if has_weights else set())))
         if weights:
             title, lines = "made of weights alone", _counted(gm, group)
-        elif singles or len(group) == 1:
+        elif len(group) == 1:
             title, lines = _single(gm, group[0], paths[group[0]])
         else:
             title, lines = _common([paths[node] for node in group]) or "model", _counted(gm, group)
-        kind: Kind = "weights" if weights else _kind(gm, group)
+        kind: Kind = "weights" if weights else _kind(group, on_cores)
         found.append(Block(kind, title, tuple(lines), reads, on_weights))
     return found
 
 
 def _is_left_out(node: fx.Node) -> bool:
     """Weights, entries of tuples, and sizes: a value that has no box of its own."""
-    if node.op == "get_attr" or node.target is operator.getitem:
+    if _is_weight(node) or node.target is operator.getitem:
         return True
     return node.op == "call_function" and "sym_size" in str(node.target)
 
 
+def _is_weight(node: fx.Node) -> bool:
+    """Whether a node is a parameter or a buffer; a graph of dynamo may be given them."""
+    if node.op == "get_attr":
+        return True
+    if node.op != "placeholder":
+        return False
+    is_buffer = re.search(r"_buffers_|\['?_buffers", str(node.target)) is not None
+    return is_buffer or isinstance(node.meta.get("example_value"), nn.Parameter)
+
+
 def _source(node: fx.Node) -> fx.Node:
     """Return the node that makes what an entry of a tuple, or a size, is taken from."""
-    while node.op != "get_attr" and _is_left_out(node) and node.all_input_nodes:
+    while not _is_weight(node) and _is_left_out(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def _weight_only(graph: fx.Graph) -> set[fx.Node]:
+def _weight_only(graph: fx.Graph) -> dict[fx.Node, None]:
     """Return the nodes that read weights, or what is made of them, and nothing else."""
-    found: set[fx.Node] = set()
+    found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         given = node.all_input_nodes
         computes = node.op == "call_function" and bool(given)
-        if node.op == "get_attr" or (computes and found.issuperset(given)):
+        if _is_weight(node) or (computes and found.keys() >= set(given)):
+            found[node] = None
+    return found
+
+
+def _from_cores(weight_only: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return which of these nodes are cores, or made of some."""
+    found: set[fx.Node] = set()
+    for node in weight_only:
+        is_core = _is_weight(node) and re.search(r"core_\d+_?$", str(node.target)) is not None
+        if is_core or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 
@@ -148,12 +174,15 @@ def _paths(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
     found: dict[fx.Node, str] = {}
     last = ""
     for node in nodes:
-        path = _path(node)
+        path = module_of(node)
         last = found[node] = last if path is None else path
     return found
 
 
-def _path(node: fx.Node) -> str | None:
+def module_of(node: fx.Node) -> str | None:
+    """Return the name of the module that a node belongs to; ``None`` where nothing tells it."""
+    if node.op in ("placeholder", "output") and not _is_weight(node):
+        return ""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {}
@@ -164,8 +193,8 @@ def _path(node: fx.Node) -> str | None:
         text = re.sub(r"^L\['self'\]\.?", "", names[-1])
         text = text.replace("_modules", "").replace("['", ".").replace("']", "")
         return re.sub(r"\.+", ".", re.sub(r"\[(\d+)\]", r".\1", text)).strip(".")
-    owners = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
-    return _common([name.rpartition(".")[0] for name in owners]) if owners else None
+    owners = [str(n.target).rpartition(".")[0] for n in node.all_input_nodes if n.op == "get_attr"]
+    return _common(owners) if owners else None
 
 
 def _common(paths: Sequence[str]) -> str:
@@ -181,8 +210,8 @@ def _common(paths: Sequence[str]) -> str:
 # ---- what stands in a box ----
 
 
-def _kind(gm: fx.GraphModule, group: Sequence[fx.Node]) -> Kind:
-    if any(_runs_cores(gm, node) for node in group):
+def _kind(group: Sequence[fx.Node], on_cores: set[fx.Node]) -> Kind:
+    if not on_cores.isdisjoint(group):
         return "tt"
     if group[0].op == "placeholder":
         return "input"

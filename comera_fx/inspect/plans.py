@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from comera_fx import ops
 from comera_fx.config import PlanConfig
+from comera_fx.inspect.blocks import module_of
 from comera_fx.layer_report import plan_of
 from comera_fx.modules import DEFAULT_NUM_TOKENS, TTLinear
 from comera_fx.ops import spec_of
@@ -58,8 +59,8 @@ def plans_of_model(model: nn.Module, num_tokens: Mapping[str, int]) -> list[tupl
 def plans_of_graph(gm: fx.GraphModule) -> list[tuple[str, Plan]]:
     """Return pairs of name and plan of the TT linear layers that a graph runs one by one.
 
-    A layer is named after the module of its cores. Where the number of its rows is symbolic the
-    plan is for its ``num_tokens_hint``.
+    A layer is named after its module, or the node where the graph does not tell that. Where the
+    number of its rows is symbolic the plan is for its ``num_tokens_hint``.
 
     Args:
         gm: A graph of calls of ``TTLinear``, or of ``tt_linear`` operators whose cores are known:
@@ -120,4 +121,4 @@ def _name_of(node: fx.Node) -> str:
     first = cores[0]
     if isinstance(first, fx.Node) and first.op == "get_attr":
         return str(first.target).rpartition(".")[0]
-    return node.name
+    return module_of(node) or node.name

@@ -10,6 +10,8 @@ from torch import fx, nn
 from comera_fx.capture import capture
 from comera_fx.errors import ConfigError
 from comera_fx.passes.batch_chains import BatchChains
+from comera_fx.passes.expand_attention import ExpandAttention
+from comera_fx.passes.expand_plan import ExpandPlan
 from comera_fx.passes.fuse_reconstruction import FuseReconstruction
 from comera_fx.passes.pipeline import Pass, numerics_of, run_pipeline
 from comera_fx.passes.share_input import ShareInput
@@ -24,7 +26,14 @@ NOTHING_TO_DO = "nothing to do"
 
 def lowering_passes() -> list[Pass]:
     """Return the passes between capture and what runs, first to run first."""
-    return [TTModuleToOp(), FuseReconstruction(), BatchChains(worth_sharing), ShareInput()]
+    return [
+        ExpandAttention(),
+        TTModuleToOp(),
+        FuseReconstruction(),
+        BatchChains(worth_sharing),
+        ShareInput(),
+        ExpandPlan(),
+    ]
 
 
 class Stage(NamedTuple):
@@ -65,13 +74,15 @@ def stages(model: nn.Module, example_inputs: object = None) -> Stages:
     """Return the graphs of a model from capture to what runs, one after each pass.
 
     Each is an ``fx.GraphModule`` that takes what the model takes, gives what it gives up to
-    rounding, and shares its weights; ``comera_fx.format_graph(graph.graph)`` is its text. A pass
-    that finds nothing to do has a stage as well, equal to the one before. For a model without a
-    layer in TT form ``notes`` say so.
+    rounding, and shares its weights; ``comera_fx.format_graph(graph.graph)`` is its text. In the
+    last one every layer in TT form is the products of its plan. A pass that finds nothing to do
+    has a stage as well, equal to the one before. ``notes`` say what falls short of this, such as
+    that no layer is in TT form.
 
     Args:
         model: An optimised model, or any other; it is not changed.
-        example_inputs: As for ``optimize``; with it the graphs come from ``torch.export``.
+        example_inputs: As for ``optimize``; with it the graphs come from ``torch.export``. Without
+            it sizes are not known, and operators on cores stay whole.
 
     Returns:
         A list of pairs of pass name and graph; ``repr`` is a table of them.
@@ -84,10 +95,12 @@ def stages(model: nn.Module, example_inputs: object = None) -> Stages:
         >>> for name, graph in stages(model, torch.randn(4, 256)):
         ...     print(name, tuple(graph(torch.randn(8, 256)).shape))
         capture (8, 256)
+        ExpandAttention (8, 256)
         TTModuleToOp (8, 256)
         FuseReconstruction (8, 256)
         BatchChains (8, 256)
         ShareInput (8, 256)
+        ExpandPlan (8, 256)
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -105,9 +118,15 @@ def stages(model: nn.Module, example_inputs: object = None) -> Stages:
         gm.meta.update(capture=captured.kind, change=change)
         found.append(Stage(type(graph_pass).__name__, gm))
     notes = list(captured.notes)
+    left = sum(map(_runs_cores, gm.graph.nodes))
+    if left and captured.kind != "module_graph":
+        notes.append(
+            f"{left} operators on cores are not taken apart into products: the graph does not tell "
+            "the sizes of their inputs; give example_inputs"
+        )
     if captured.kind == "module_graph":
         notes.append("these graphs have no data flow and cannot be run")
-    if not any(_holds_tt(stage.graph) for stage in found):
+    if not any(_runs_cores(node) for stage in found for node in stage.graph.graph.nodes):
         notes.append(
             "no layer is in TT form, so no pass has anything to do: comera_fx.optimize first"
         )
@@ -125,5 +144,5 @@ def _after(graph_pass: Pass, gm: fx.GraphModule) -> tuple[fx.GraphModule, str]:
     return made, change
 
 
-def _holds_tt(gm: fx.GraphModule) -> bool:
-    return any(str(node.target).startswith("comera_fx.") for node in gm.graph.nodes)
+def _runs_cores(node: fx.Node) -> bool:
+    return str(node.target).startswith("comera_fx.")

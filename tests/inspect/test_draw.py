@@ -11,6 +11,8 @@ import comera_fx
 from comera_fx.inspect.blocks import MOST_BLOCKS, blocks_of
 from comera_fx.inspect.draw import graph_svg
 from comera_fx.inspect.layered import place
+from comera_fx.inspect.stages import lowering_passes
+from comera_fx.passes.pipeline import run_pipeline
 from tests.inspect.models import ids, optimised
 
 
@@ -39,6 +41,21 @@ def test_what_is_made_of_weights_alone_is_one_box(monkeypatch):
     assert [block.title for block in blocks if block.kind == "weights"] == ["made of weights alone"]
     marked = [block.title for block in blocks if block.on_weights]
     assert marked == [f"blocks.{number}" for number in range(6)]
+
+
+@pytest.mark.parametrize("expanded", [False, True], ids=["operators", "products"])
+def test_a_dynamo_graph_is_drawn_without_the_weights_it_is_given(expanded):
+    found = []
+
+    def look(gm, example_inputs):
+        made = run_pipeline(gm, lowering_passes() if expanded else [])
+        found.extend(blocks_of(made, most=20))
+        return gm.forward
+
+    torch.compile(optimised(), backend=look, dynamic=False)(ids())
+    assert [block.title for block in found if block.kind == "input"] == ["l_ids_"]
+    on_cores = [block.title for block in found if block.kind == "tt"]
+    assert on_cores[-7:] == [*(f"blocks.{number}" for number in range(6)), on_cores[-1]]
 
 
 def test_an_empty_and_a_bare_graph_are_drawn():

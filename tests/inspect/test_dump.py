@@ -45,7 +45,7 @@ def test_an_error_leaves_what_was_seen_so_far(tmp_path):
 
     def run() -> None:
         with dump_graphs(tmp_path, gm):
-            run_pipeline(gm, lowering_passes()[:1], watchers=active_watchers())
+            run_pipeline(gm, lowering_passes()[:2], watchers=active_watchers())
             raise RuntimeError("later")
 
     with pytest.raises(RuntimeError, match="later"):
@@ -79,6 +79,7 @@ def test_plans_of_a_dynamo_graph_are_those_of_its_fake_tensors():
         return gm.forward
 
     torch.compile(optimised(1), backend=look, dynamic=False)(ids())
+    assert [name for name, _ in found[1:]] == ["blocks.0.k", "blocks.0.v", "blocks.0.out", "head"]
     assert [plan.num_tokens for _, plan in found] == [14] * 5
     assert {repr(plan.spec) for _, plan in found} == {
         repr(plan.spec) for _, plan in plans_of_model(optimised(1), {})

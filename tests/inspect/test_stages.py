@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import comera_fx
 from comera_fx.inspect import stages as room
 from tests.inspect.models import ids, optimised
-from tests.lossless import LOSSLESS, Branching
+from tests.lossless import LOSSLESS, RANDOM, Branching
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["inputs", "no-inputs"])
@@ -19,13 +19,43 @@ def test_every_stage_runs_and_gives_what_the_model_gives(given, monkeypatch):
     assert [name for name, _ in found] == ["capture", *names]
     for _, graph in found:
         torch.testing.assert_close(graph(ids()), model(ids()))
-    targets = [str(node.target) for node in found[-1].graph.graph.nodes]
-    assert targets.count("comera_fx.tt_factors.default") == 1
-    assert targets.count("comera_fx.tt_apply.default") == 4
     assert found[-1].graph.get_parameter("blocks.0.q.core_0") is model.blocks[0].q.core_0
-    assert found.notes == (
-        () if given else ("not checked by a replay: there were no example_inputs",)
+    shared = targets(dict(found)["ShareInput"])
+    assert shared.count("comera_fx.tt_factors.default") == 1
+    assert shared.count("comera_fx.tt_apply.default") == 4
+    left = [target for target in targets(found[-1].graph) if target.startswith("comera_fx.")]
+    assert bool(left) is not given
+    assert given == (found.notes == ())
+    assert given or found.notes[-1].startswith(
+        f"{len(left)} operators on cores are not taken apart"
     )
+
+
+def targets(gm: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in gm.graph.nodes]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
+def test_attention_of_torch_runs_in_every_stage(training):
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+    model, x = nn.Sequential(block, nn.Linear(64, 64)).train(training), torch.randn(2, 5, 64)
+    model = comera_fx.optimize(model, x, config=RANDOM)
+    found = comera_fx.stages(model, x)
+    for _, graph in found:
+        torch.testing.assert_close(graph(x), model(x))
+
+
+def test_gradients_of_the_last_stage_are_the_model_s():
+    model = optimised(1)
+    last = comera_fx.stages(model, ids())[-1].graph
+    found = []
+    for module in (model, last):
+        model.zero_grad()
+        module(ids()).square().sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, msg=name)
 
 
 def test_the_table_says_what_each_pass_did():
@@ -33,8 +63,10 @@ def test_the_table_says_what_each_pass_did():
     lines = text.splitlines()
     assert lines[0].startswith("0  capture ")
     assert lines[0].endswith("captured by export")
-    assert "TTModuleToOp" in lines[1]
-    assert "nothing to do" in lines[2]
+    assert lines[1].startswith("1  ExpandAttention ")
+    assert lines[1].endswith("nothing to do")
+    assert lines[-1].endswith("numerics kept")
+    assert len(lines) == 1 + len(room.lowering_passes())
 
 
 def test_a_dense_model_is_told_apart():
