@@ -56,7 +56,7 @@ def kernels_of(plan: Plan) -> list[Kernel]:
             reasons.append(
                 "a bias costs nothing: it fills up padding"
                 if program.folded_bias
-                else "adds a bias in the same call"
+                else "a bias is added in the same call"
             )
         names = [program.names[slot] for slot in op.reads]
         made = f"{program.names[op.out]} = {' * '.join(names)}"

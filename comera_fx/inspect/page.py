@@ -65,7 +65,7 @@ def _model(found: Inspection) -> Iterator[str]:
     dense = figures.dense_rows(found)
     if dense:
         columns = ("layer", "kind", "why", "parameters")
-        yield folded(f"{len(dense)} layers that are dense", table(columns, dense, numbers=1))
+        yield folded(f"Dense layers, {len(dense)}", table(columns, dense, numbers=1))
 
 
 def _part(part: Part, depth: int) -> str:
