@@ -15,23 +15,19 @@ from comera_fx import sharing
 from comera_fx.capture import Captured, capture, tokens_seen
 from comera_fx.config import OptimizeConfig
 from comera_fx.errors import ConfigError, WeightError
+from comera_fx.lowering import lowering_passes
 from comera_fx.measure import measure_layers
 from comera_fx.modules import TTEmbedding, TTLinear, TTModule
-from comera_fx.passes.batch_chains import BatchChains
 from comera_fx.passes.embedding_to_ttm import EmbeddingToTTM
-from comera_fx.passes.fuse_reconstruction import FuseReconstruction
 from comera_fx.passes.linear_to_tt import LinearToTT
 from comera_fx.passes.match import layers_by_input
 from comera_fx.passes.pipeline import Pass, run_pipeline
-from comera_fx.passes.share_input import ShareInput
-from comera_fx.passes.tt_module_to_op import TTModuleToOp
 from comera_fx.policy import (
     Choice,
     cost_reason,
     decide,
     ranks_depend_on_weights,
     refuse_if_nothing,
-    worth_sharing,
 )
 from comera_fx.report import Report, active_watchers, attach_record, explain_model
 from comera_fx.spec import TTSpec
@@ -157,9 +153,8 @@ def graph(
     """
     _check_model(model, "graph")
     captured = capture(model, example_inputs)
-    passes: list[Pass] = [TTModuleToOp(), FuseReconstruction()]
-    if share:
-        passes += [BatchChains(worth_sharing), ShareInput()]
+    unwanted = ("ExpandAttention", "ExpandPlan", *(() if share else ("BatchChains", "ShareInput")))
+    passes = lowering_passes(without=unwanted)
     gm = run_pipeline(captured.gm, passes, watchers=active_watchers())
     gm.meta.update(capture=captured.kind, notes=list(captured.notes))
     return gm

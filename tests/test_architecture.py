@@ -16,7 +16,7 @@ FOLDERS = {
 PACKAGE = "__init__"  # the room of names that `from comera_fx import name` finds
 LAYERS = [  # lowest first; rooms on one line never import one another
     {"errors"},
-    {"config", "lazy"},
+    {"config", "lazy", "compiled_code"},
     {"spec"},
     {"kernels", "tt", "shapes"},
     {"plan"},
@@ -27,7 +27,7 @@ LAYERS = [  # lowest first; rooms on one line never import one another
     {"modules", "replay"},
     {"candidates", "measure", "sharing"},
     {"capture", "passes", "write_back", "train", "policy", "layer_report"},
-    {"report", "io"},
+    {"report", "io", "lowering"},
     {"inspect"},
     {"backend"},
     {"api"},

@@ -9,31 +9,13 @@ from torch import fx, nn
 
 from comera_fx.capture import capture
 from comera_fx.errors import ConfigError
-from comera_fx.passes.batch_chains import BatchChains
-from comera_fx.passes.expand_attention import ExpandAttention
-from comera_fx.passes.expand_plan import ExpandPlan
-from comera_fx.passes.fuse_reconstruction import FuseReconstruction
+from comera_fx.lowering import lowering_passes
 from comera_fx.passes.pipeline import Pass, numerics_of, run_pipeline
-from comera_fx.passes.share_input import ShareInput
-from comera_fx.passes.tt_module_to_op import TTModuleToOp
-from comera_fx.policy import worth_sharing
 from comera_fx.report import active_watchers
 
 CAPTURED = "capture"
 """Name of the first stage, which no pass has seen yet."""
 NOTHING_TO_DO = "nothing to do"
-
-
-def lowering_passes() -> list[Pass]:
-    """Return the passes between capture and what runs, first to run first."""
-    return [
-        ExpandAttention(),
-        TTModuleToOp(),
-        FuseReconstruction(),
-        BatchChains(worth_sharing),
-        ShareInput(),
-        ExpandPlan(),
-    ]
 
 
 class Stage(NamedTuple):

@@ -11,7 +11,7 @@ import comera_fx
 from comera_fx.inspect.blocks import MOST_BLOCKS, blocks_of
 from comera_fx.inspect.draw import graph_svg
 from comera_fx.inspect.layered import place
-from comera_fx.inspect.stages import lowering_passes
+from comera_fx.lowering import lowering_passes
 from comera_fx.passes.pipeline import run_pipeline
 from tests.inspect.models import ids, optimised
 
@@ -36,7 +36,7 @@ def test_a_large_graph_has_a_box_a_module(given):
 
 
 def test_what_is_made_of_weights_alone_is_one_box(monkeypatch):
-    monkeypatch.setattr(comera_fx.api, "worth_sharing", lambda spec, nodes: len(nodes) > 1)
+    monkeypatch.setattr(comera_fx.lowering, "worth_sharing", lambda spec, nodes: len(nodes) > 1)
     blocks = blocks_of(comera_fx.graph(optimised(), ids(), share=True), most=20)
     assert [block.title for block in blocks if block.kind == "weights"] == ["made of weights alone"]
     marked = [block.title for block in blocks if block.on_weights]

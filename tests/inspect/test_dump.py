@@ -9,7 +9,7 @@ import comera_fx
 from comera_fx.capture import capture
 from comera_fx.inspect.dump import dump_graphs
 from comera_fx.inspect.plans import distinct, plans_of_graph, plans_of_model
-from comera_fx.inspect.stages import lowering_passes
+from comera_fx.lowering import lowering_passes
 from comera_fx.passes.pipeline import run_pipeline
 from comera_fx.report import active_watchers
 from tests.inspect.models import dense, ids, optimised

@@ -5,17 +5,17 @@ import torch
 from torch import fx, nn
 
 import comera_fx
-from comera_fx.inspect import stages as room
+from comera_fx import lowering
 from tests.inspect.models import ids, optimised
 from tests.lossless import LOSSLESS, RANDOM, Branching
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["inputs", "no-inputs"])
 def test_every_stage_runs_and_gives_what_the_model_gives(given, monkeypatch):
-    monkeypatch.setattr(room, "worth_sharing", lambda spec, nodes: len(nodes) > 1)
+    monkeypatch.setattr(lowering, "worth_sharing", lambda spec, nodes: len(nodes) > 1)
     model = optimised(2)
     found = comera_fx.stages(model, ids() if given else None)
-    names = [type(graph_pass).__name__ for graph_pass in room.lowering_passes()]
+    names = [type(graph_pass).__name__ for graph_pass in lowering.lowering_passes()]
     assert [name for name, _ in found] == ["capture", *names]
     for _, graph in found:
         torch.testing.assert_close(graph(ids()), model(ids()))
@@ -66,7 +66,7 @@ def test_the_table_says_what_each_pass_did():
     assert lines[1].startswith("1  ExpandAttention ")
     assert lines[1].endswith("nothing to do")
     assert lines[-1].endswith("numerics kept")
-    assert len(lines) == 1 + len(room.lowering_passes())
+    assert len(lines) == 1 + len(lowering.lowering_passes())
 
 
 def test_a_dense_model_is_told_apart():

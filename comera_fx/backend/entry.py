@@ -1,0 +1,112 @@
+"""What ``torch.compile(model, backend="comera")`` calls with each graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+from torch._dynamo.utils import counters
+
+from comera_fx.backend.freeze import frozen
+from comera_fx.backend.graph import forget_weights, prepared
+from comera_fx.backend.inner import compile_graph, count
+from comera_fx.backend.options import Options
+from comera_fx.backend.tokens import choose_tokens
+from comera_fx.compiled_code import note_code
+from comera_fx.inspect.dump import dump_graphs
+from comera_fx.lowering import lower_graph, lowering_passes
+from comera_fx.report import active_watchers
+
+LAYERS = ("tt_linear", "tt_embedding", "tt_dense")
+WORTH_A_WORD = 1 << 16
+"""Entries of the dense matrices of a graph from which a model is told of ``optimize``."""
+
+
+def comera(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph of dynamo: plan its TT layers together, then hand it to another compiler.
+
+    Dense weights pass through as they are. ``torch._dynamo.utils.counters["comera_fx"]`` counts
+    ``graphs``, the ``tt_layers`` in them and those ``expanded`` into the steps of their plans, and
+    ``forward_graphs``, ``backward_graphs`` and ``inference_graphs`` compiled.
+
+    Args:
+        gm: The graph; parameters are inputs of it.
+        example_inputs: What it was made with.
+        options: See ``comera_fx.backend.options.Options``.
+        mode: As of ``torch.compile``; the modes are those of inductor.
+
+    Returns:
+        A function that takes what the graph takes.
+
+    Raises:
+        ConfigError: On a wrong option.
+    """
+    chosen = Options.read(options, mode)
+    graph = prepared(gm, example_inputs)
+    note_code([x for x in example_inputs if isinstance(x, nn.Parameter)])
+    count("graphs")
+    num_layers = sum(1 for _ in _operators(graph, LAYERS))
+    if not num_layers:
+        _tell_of_optimize(example_inputs)
+    count("tt_layers", num_layers)
+    choose_tokens(graph, chosen.memory_limit_bytes)
+    with _dumped(chosen.dump, graph):
+        lowered = lower_graph(graph, lowering_passes(chosen.disable), watchers=active_watchers())
+    count("expanded", num_layers - sum(1 for _ in _operators(lowered)))
+    if chosen.freeze:
+        compiled = frozen(lowered, example_inputs, lambda g, x: compile_graph(g, x, chosen))
+    else:
+        compiled = compile_graph(lowered, example_inputs, chosen)
+    forget_weights(lowered)
+    return compiled
+
+
+comera._tags = ()  # type: ignore[attr-defined]
+
+
+def _operators(gm: fx.GraphModule, names: Sequence[str] = ()) -> Iterator[fx.Node]:
+    """Yield the nodes that call operators of ours, in this graph and those it holds."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                namespace, _, name = str(node.target).partition(".")
+                if namespace == "comera_fx" and (not names or name.split(".")[0] in names):
+                    yield node
+
+
+def _dumped(folder: Path | None, gm: fx.GraphModule) -> AbstractContextManager[None]:
+    if folder is None:
+        return nullcontext()
+    number = 0
+    while (folder / f"graph_{number}").exists():
+        number += 1
+    return dump_graphs(folder / f"graph_{number}", gm)
+
+
+def _tell_of_optimize(example_inputs: Sequence[Any]) -> None:
+    """Say once that a model has nothing for this backend to plan."""
+    seen = counters["comera_fx"]
+    matrices = [x for x in example_inputs if isinstance(x, nn.Parameter) and x.dim() > 1]
+    if seen["tt_layers"] or seen["dense_warnings"]:
+        return
+    if sum(int(matrix.numel()) for matrix in matrices) < WORTH_A_WORD:
+        return
+    count("dense_warnings")
+    shapes = ", ".join(str(tuple(matrix.shape)) for matrix in matrices[:3])
+    warnings.warn(
+        f"backend 'comera' got a graph without a layer in TT form; its dense weights ({shapes}"
+        f"{', ...' if len(matrices) > 3 else ''}) pass through as they are. Call "
+        "model = comera_fx.optimize(model) before torch.compile, and before making the optimizer.",
+        UserWarning,
+        stacklevel=2,
+    )
