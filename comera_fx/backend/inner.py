@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from comera_fx.backend.options import Inner, Options
-from comera_fx.backend.partition import partition_by_memory, partition_in_order
+from comera_fx.backend.partition import PartitionByMemory, partition_in_order
 from comera_fx.errors import ConfigError
 
 FALLBACK: dict[str, Inner] = {"cpu": "aot_eager", "cuda": "inductor"}
@@ -121,14 +121,6 @@ def _through_autograd(
 def _inductor(gm: fx.GraphModule, example_inputs: list[Any], *, mode: str) -> Compiled:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-
-    class Partitioner(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            return partition_by_memory(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> Any:
-            return get_hash_for_files((str(Path(__file__).with_name("partition.py")),))
 
     def counted(part: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "forward"
@@ -136,7 +128,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: list[Any], *, mode: str) -> Co
         return compile_fx_inner(part, inputs, **kwargs)
 
     patches = {} if mode == "default" else dict(list_mode_options(mode))
-    patches["custom_partitioner_fn"] = Partitioner()
+    patches["custom_partitioner_fn"] = PartitionByMemory()
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=counted, config_patches=patches)
     return cast(Compiled, compiled)
 
