@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
-from torch._dynamo.utils import counters
 
+from comera_fx.backend.advice import tell_of_optimize
 from comera_fx.backend.freeze import frozen
 from comera_fx.backend.graph import forget_weights, prepared
 from comera_fx.backend.inner import compile_graph, count
@@ -22,8 +21,6 @@ from comera_fx.lowering import lower_graph, lowering_passes
 from comera_fx.report import active_watchers
 
 LAYERS = ("tt_linear", "tt_embedding", "tt_dense")
-WORTH_A_WORD = 1 << 16
-"""Entries of the dense matrices of a graph from which a model is told of ``optimize``."""
 
 
 def comera(
@@ -37,7 +34,8 @@ def comera(
 
     Dense weights pass through as they are. ``torch._dynamo.utils.counters["comera_fx"]`` counts
     ``graphs``, the ``tt_layers`` in them and those ``expanded`` into the steps of their plans, and
-    ``forward_graphs``, ``backward_graphs`` and ``inference_graphs`` compiled.
+    ``forward_graphs``, ``backward_graphs`` and ``inference_graphs`` compiled; those that
+    torch's cache holds from before, forward and backward, count as ``cached_graphs``.
 
     Args:
         gm: The graph; parameters are inputs of it.
@@ -57,7 +55,7 @@ def comera(
     count("graphs")
     num_layers = sum(1 for _ in _operators(graph, LAYERS))
     if not num_layers:
-        _tell_of_optimize(example_inputs)
+        tell_of_optimize(example_inputs)
     count("tt_layers", num_layers)
     choose_tokens(graph, chosen.memory_limit_bytes)
     with _dumped(chosen.dump, graph):
@@ -91,22 +89,3 @@ def _dumped(folder: Path | None, gm: fx.GraphModule) -> AbstractContextManager[N
     while (folder / f"graph_{number}").exists():
         number += 1
     return dump_graphs(folder / f"graph_{number}", gm)
-
-
-def _tell_of_optimize(example_inputs: Sequence[Any]) -> None:
-    """Say once that a model has nothing for this backend to plan."""
-    seen = counters["comera_fx"]
-    matrices = [x for x in example_inputs if isinstance(x, nn.Parameter) and x.dim() > 1]
-    if seen["tt_layers"] or seen["dense_warnings"]:
-        return
-    if sum(int(matrix.numel()) for matrix in matrices) < WORTH_A_WORD:
-        return
-    count("dense_warnings")
-    shapes = ", ".join(str(tuple(matrix.shape)) for matrix in matrices[:3])
-    warnings.warn(
-        f"backend 'comera' got a graph without a layer in TT form; its dense weights ({shapes}"
-        f"{', ...' if len(matrices) > 3 else ''}) pass through as they are. Call "
-        "model = comera_fx.optimize(model) before torch.compile, and before making the optimizer.",
-        UserWarning,
-        stacklevel=2,
-    )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from comera_fx.backend.graph import forget_weights
 from comera_fx.errors import ConfigError
 from comera_fx.passes.weight_only import WeightOnly
 from comera_fx.replay import VALUE_KEYS
 
 Compiled = Callable[..., Any]
+State = tuple[int, int]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
 
 
@@ -26,8 +29,10 @@ def frozen(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_one: Compi
         example_inputs: What it takes.
         compile_one: Compiles a graph, given what it takes.
 
+    A write that torch does not record, such as one to ``weight.data``, goes unnoticed.
+
     Raises:
-        ConfigError: If a weight requires a gradient.
+        ConfigError: If a weight requires a gradient, or was made in inference mode.
     """
     _refuse_training(example_inputs)
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -35,6 +40,8 @@ def frozen(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_one: Compi
     if not outputs:
         return compile_one(gm, example_inputs)
     making = _part(gm, outputs)
+    for each in (gm, making):
+        forget_weights(each)
     rest, places = _rest(gm, placeholders, outputs)
     weights = [place for place, x in enumerate(example_inputs) if isinstance(x, nn.Parameter)]
     kept = _Kept(making, weights)
@@ -59,23 +66,51 @@ def _refuse_training(example_inputs: Sequence[Any]) -> None:
         )
 
 
+def _refuse_inference(weights: Sequence[Tensor]) -> None:
+    if any(weight.is_inference() for weight in weights):
+        raise ConfigError(
+            "freeze cannot notice changes of weights made in inference mode",
+            got="parameters without a version, made under torch.inference_mode()",
+            expected="parameters made outside of it",
+            mend="make or load the model before entering torch.inference_mode()",
+        )
+
+
 class _Kept:
     """Messages of weights alone, with the state of the weights they were made from."""
 
     def __init__(self, making: fx.GraphModule, weights: Sequence[int]) -> None:
         self._making, self._weights = making, tuple(weights)
-        self._state: tuple[tuple[int, int, int], ...] = ()
+        self._given: list[tuple[weakref.ref[Tensor], State]] | None = None
+        self._made: list[State] = []
         self._values: tuple[Any, ...] = ()
 
     def values(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return the messages, made anew if a weight is not what it was."""
-        given = [args[place] for place in self._weights]
-        state = tuple((id(w), w._version, w.data_ptr()) for w in given)
-        if state != self._state:
-            with torch.no_grad():
+        given: list[Tensor] = [args[place] for place in self._weights]
+        _refuse_inference(given)
+        if not self._are_current(given):
+            with torch.inference_mode(False), torch.no_grad():
                 self._values = tuple(self._making(*args))
-            self._state = state
+            self._given = [(weakref.ref(weight), _state(weight)) for weight in given]
+            self._made = [_state(value) for value in self._values]
         return self._values
+
+    def _are_current(self, given: Sequence[Tensor]) -> bool:
+        # The object itself: a new tensor may have the number and the place of one that is gone.
+        return (
+            self._given is not None
+            and all(
+                weight is then() and _state(weight) == state
+                for weight, (then, state) in zip(given, self._given, strict=True)
+            )
+            and self._made == [_state(value) for value in self._values]  # the caller may hold them
+        )
+
+
+def _state(tensor: Tensor) -> State:
+    """Return what is another after a write to a tensor."""
+    return tensor._version, tensor.data_ptr()
 
 
 def _messages(gm: fx.GraphModule) -> list[fx.Node]:

@@ -30,6 +30,7 @@ def prepared(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModul
 def _prepared(gm: fx.GraphModule, weights: Sequence[Tensor | None]) -> fx.GraphModule:
     gm = copy_graph_module(gm)
     gm.meta[START] = State(grad=torch.is_grad_enabled())
+    _drop_unread(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node, weight in zip(placeholders, weights, strict=False):
         if weight is not None:
@@ -42,6 +43,16 @@ def _prepared(gm: fx.GraphModule, weights: Sequence[Tensor | None]) -> fx.GraphM
         if isinstance(child, fx.GraphModule):
             setattr(gm, str(node.target), _prepared(child, _weights_given(node)))
     return gm
+
+
+def _drop_unread(gm: fx.GraphModule) -> None:
+    """Erase operators of ours that nothing reads.
+
+    Code that asks for the shape or the device of a reconstructed weight leaves them.
+    """
+    for node in reversed(gm.graph.nodes):
+        if not node.users and str(node.target).startswith("comera_fx."):
+            gm.graph.erase_node(node)
 
 
 def _weights_given(body: fx.Node) -> list[Tensor | None]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +18,8 @@ from comera_fx.backend.partition import PartitionByMemory, partition_in_order
 from comera_fx.errors import ConfigError
 
 FALLBACK: dict[str, Inner] = {"cpu": "aot_eager", "cuda": "inductor"}
+TABLES = Path(__file__).parents[1]
+"""Folder of the tables ``inner_<device type>.json``."""
 Compiled = Callable[..., Any]
 
 
@@ -62,12 +64,23 @@ def best_inner(device_type: str) -> Inner:
 
     From the table that ``python -m bench.compile --write-auto`` wrote for its type; without one,
     "inductor" on CUDA and "aot_eager" elsewhere.
+
+    Raises:
+        ConfigError: If the table names none.
     """
-    path = Path(__file__).parents[1] / f"inner_{device_type}.json"
-    if path.exists():
-        inner: Inner = json.loads(path.read_text())["inner"]
-        return inner
-    return FALLBACK.get(device_type, "aot_eager")
+    path = TABLES / f"inner_{device_type}.json"
+    if not path.exists():
+        return FALLBACK.get(device_type, "aot_eager")
+    table = json.loads(path.read_text())
+    inner: Inner = table.get("inner", "")
+    if inner not in get_args(Inner)[1:]:
+        raise ConfigError(
+            f"{path.name} names no inner compiler",
+            got=repr(inner),
+            expected=f"one of {', '.join(get_args(Inner)[1:])}",
+            mend="write the table anew: python -m bench.compile --write-auto",
+        )
+    return inner
 
 
 def count(name: str, number: int = 1) -> None:
@@ -129,7 +142,10 @@ def _inductor(gm: fx.GraphModule, example_inputs: list[Any], *, mode: str) -> Co
 
     patches = {} if mode == "default" else dict(list_mode_options(mode))
     patches["custom_partitioner_fn"] = PartitionByMemory()
+    hits = counters["aot_autograd"]["autograd_cache_hit"]
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=counted, config_patches=patches)
+    if counters["aot_autograd"]["autograd_cache_hit"] > hits:
+        count("cached_graphs")
     return cast(Compiled, compiled)
 
 

@@ -64,7 +64,9 @@ class Options:
             given["dump"] = Path(given["dump"])
         names = given.get("disable", ())
         _check(
-            isinstance(names, Sequence) and not isinstance(names, str),
+            isinstance(names, Sequence)
+            and not isinstance(names, str)
+            and all(isinstance(name, str) for name in names),
             "option disable is no list of passes",
             names,
             "a list of names",

@@ -1,0 +1,73 @@
+"""Tell of ``optimize`` where a model has nothing for the backend to plan."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch._dynamo.utils import counters
+
+from comera_fx.tt_module import TTModule
+
+WORTH_A_WORD = 1 << 16
+"""Entries of the dense matrices of a graph from which a model is told of ``optimize``."""
+
+
+def tell_of_optimize(example_inputs: Sequence[Any]) -> None:
+    """Warn, once, of a graph without TT layers, unless it is a part of a model that has some.
+
+    Args:
+        example_inputs: What the graph takes, parameters among it.
+    """
+    seen = counters["comera_fx"]
+    if seen["tt_layers"] or seen["dense_warnings"]:
+        return
+    matrices = [x for x in example_inputs if isinstance(x, nn.Parameter) and x.dim() > 1]
+    if sum(int(matrix.numel()) for matrix in matrices) < WORTH_A_WORD:
+        return
+    if any(map(_is_optimised, _models_in_use())):
+        return
+    seen["dense_warnings"] += 1
+    shapes = ", ".join(str(tuple(matrix.shape)) for matrix in matrices[:3])
+    warnings.warn(
+        f"backend 'comera' got a graph without a layer in TT form; its dense weights ({shapes}"
+        f"{', ...' if len(matrices) > 3 else ''}) pass through as they are. Call "
+        "model = comera_fx.optimize(model) before torch.compile, and before making the optimizer.",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _is_optimised(model: nn.Module) -> bool:
+    return any(isinstance(module, TTModule) for module in model.modules())
+
+
+def _models_in_use() -> Iterator[nn.Module]:
+    """Yield the modules that the function being compiled, or a caller of it, has at hand.
+
+    A graph break leaves a graph that tells nothing of the rest of the model.
+    """
+    for value in (*_values_of_compiled_function(), *_values_of_callers()):
+        if issubclass(type(value), nn.Module):  # the class itself: proxies may load what they hold
+            yield value
+
+
+def _values_of_compiled_function() -> list[Any]:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        root = InstructionTranslator.current_tx().output.root_tx
+        names = root.f_code.co_names
+        return [*root.f_locals.values(), *(root.f_globals.get(name) for name in names)]
+    except AttributeError:  # called by hand, or by another version of dynamo
+        return []
+
+
+def _values_of_callers() -> Iterator[Any]:
+    frame = sys._getframe().f_back
+    while frame is not None:
+        yield from frame.f_locals.values()
+        frame = frame.f_back
