@@ -153,7 +153,8 @@ def graph(
     """
     _check_model(model, "graph")
     captured = capture(model, example_inputs)
-    unwanted = ("ExpandAttention", "ExpandPlan", *(() if share else ("BatchChains", "ShareInput")))
+    unwanted = ["ExpandAttention", "ExpandPlan", "BatchProducts"]
+    unwanted += [] if share else ["BatchChains", "ShareInput"]
     passes = lowering_passes(without=unwanted)
     gm = run_pipeline(captured.gm, passes, watchers=active_watchers())
     gm.meta.update(capture=captured.kind, notes=list(captured.notes))

@@ -8,13 +8,14 @@ from torch import fx
 
 from comera_fx.errors import ConfigError
 from comera_fx.passes.batch_chains import BatchChains
+from comera_fx.passes.batch_products import BatchProducts
 from comera_fx.passes.expand_attention import ExpandAttention
 from comera_fx.passes.expand_plan import ExpandPlan
 from comera_fx.passes.fuse_reconstruction import FuseReconstruction
 from comera_fx.passes.pipeline import Pass, Watcher, run_pipeline
 from comera_fx.passes.share_input import ShareInput
 from comera_fx.passes.tt_module_to_op import TTModuleToOp
-from comera_fx.policy import worth_sharing
+from comera_fx.policy import worth_batching, worth_sharing
 
 NAMES = (
     "ExpandAttention",
@@ -23,6 +24,7 @@ NAMES = (
     "BatchChains",
     "ShareInput",
     "ExpandPlan",
+    "BatchProducts",
 )
 
 
@@ -54,6 +56,7 @@ def lowering_passes(without: Collection[str] = ()) -> list[Pass]:
         BatchChains(worth_sharing),
         ShareInput(),
         ExpandPlan(),
+        BatchProducts(worth_batching),
     ]
     return [each for each in passes if type(each).__name__ not in without]
 

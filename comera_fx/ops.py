@@ -41,9 +41,12 @@ _library.define(
 )
 _library.define(
     "tt_factors(Tensor[] cores, int num_layers, str layout, int num_in_modes, int in_features, "
-    "int out_features, *, bool autocast=True) -> Tensor[]"
+    "int out_features, *, int head_mode=0, bool autocast=True) -> Tensor[]"
 )
-_library.define("tt_apply(Tensor x, Tensor[] lefts, Tensor[] rights, Tensor?[] biases) -> Tensor[]")
+_library.define(
+    "tt_apply(Tensor x, Tensor[] lefts, Tensor[] rights, Tensor?[] biases, Tensor[]? heads=None) "
+    "-> Tensor[]"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -327,6 +330,7 @@ def tt_factors(
     in_features: int,
     out_features: int,
     *,
+    head_mode: int = 0,
     autocast: bool = True,
 ) -> list[Tensor]:
     """Return the factors ``W^T = L R`` of equal-shaped weights, cut at their middle bond.
@@ -334,12 +338,15 @@ def tt_factors(
     The chains of all layers run as one batched product a step.
 
     Args:
-        cores: Cores of the weights, one layer after another.
+        cores: Cores of the weights, one layer after another; without the first output cores,
+            where the right factors are made without.
         num_layers: Number of layers.
         layout: "tt".
         num_in_modes: How many of the modes of a weight are input modes.
         in_features: Rows of L; less than the product of the input modes where padded.
         out_features: Columns of R; likewise.
+        head_mode: Mode of the first output cores, where R is made without them, as
+            ``(s, out_features / head_mode)``; 0 where they are in it.
         autocast: Whether an active autocast takes the factors to its dtype. They keep the cores'
             where a table's rows are made of them.
 
@@ -352,14 +359,23 @@ def tt_factors(
     assert layout == "tt", "only a weight in layout tt is cut at one bond"
     if autocast:
         _, cores, _ = _autocast(cores[0], cores, None)
-    spec, _ = _spec(layout, num_in_modes, cores[: len(cores) // num_layers])
+    shapes = [core.shape for core in cores[: len(cores) // num_layers]]
+    if head_mode:
+        head = torch.Size((shapes[num_in_modes - 1][-1], head_mode, shapes[num_in_modes][0]))
+        shapes.insert(num_in_modes, head)
+    spec = spec_of(layout, num_in_modes, tuple(tuple(map(int, shape)) for shape in shapes))
+    features = (in_features, out_features)
     with nullcontext() if autocast else _no_autocast(cores[0]):
-        lefts, rights = lower.factors(cores, spec, num_layers, (in_features, out_features))
+        lefts, rights = lower.factors(cores, spec, num_layers, features, without_head=head_mode > 0)
     return [*lefts, *rights]
 
 
 def tt_apply(
-    x: Tensor, lefts: list[Tensor], rights: list[Tensor], biases: list[Tensor | None]
+    x: Tensor,
+    lefts: list[Tensor],
+    rights: list[Tensor],
+    biases: list[Tensor | None],
+    heads: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Return ``(x L) R + b`` of each layer that reads ``x``.
 
@@ -370,6 +386,8 @@ def tt_apply(
         lefts: ``(in_features, r)`` of each layer.
         rights: ``(r, out_features)`` of each layer.
         biases: ``(out_features,)`` of each layer, or ``None``.
+        heads: The first core ``(r, mode, s)`` of each R, where R is ``(s, out_features / mode)``:
+            with few tokens it takes less to apply it by itself.
 
     Returns:
         ``(..., out_features)`` of each layer.
@@ -377,11 +395,12 @@ def tt_apply(
     Raises:
         InputError: If the last axis of ``x`` or its dtype does not fit.
     """
-    x, factors, _ = _autocast(x, [*lefts, *rights], None)
-    lefts, rights = factors[: len(lefts)], factors[len(lefts) :]
+    num = len(lefts)
+    x, factors, _ = _autocast(x, [*lefts, *rights, *(heads or ())], None)
+    lefts, rights, held = factors[:num], factors[num : 2 * num], factors[2 * num :]
     biases = [bias if bias is None else bias.to(x.dtype) for bias in biases]
     _check_linear_input(x, lefts, lefts[0].shape[0])
-    return lower.apply_factors(x, lefts, rights, biases)
+    return lower.apply_factors(x, lefts, rights, biases, held or None)
 
 
 def tt_rows(

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from comera_fx.candidates import Candidate, find_candidates, structural_reasons
 from comera_fx.config import Layout, Objective, OptimizeConfig, PlanConfig, Ranks
 from comera_fx.errors import ConfigError, PlanError, SpecError
 from comera_fx.modules import DEFAULT_NUM_TOKENS
+from comera_fx.plan.cost import cost_model
 from comera_fx.plan.linear import bucket_tokens, plan_linear
 from comera_fx.plan.plan import Plan
-from comera_fx.plan.shared import Sizes, plan_shared
+from comera_fx.plan.shared import Form, Sizes, plan_shared
 from comera_fx.shapes import choose_modes
 from comera_fx.spec import TTSpec
 
@@ -126,8 +127,8 @@ def cost_reason(
     return reason
 
 
-def worth_sharing(spec: TTSpec, nodes: Sequence[fx.Node]) -> bool:
-    """Whether equal-shaped TT layers are predicted to train faster on factors made at once.
+def worth_sharing(spec: TTSpec, nodes: Sequence[fx.Node]) -> Form:
+    """Return how equal-shaped TT layers are predicted to train fastest on factors made at once.
 
     Args:
         spec: Shape of each.
@@ -145,7 +146,23 @@ def worth_sharing(spec: TTSpec, nodes: Sequence[fx.Node]) -> bool:
         device_type=inputs[0].device.type if inputs else "cpu",
     )
     num_layers = len({str(node.args[1]) for node in nodes})
-    return plan_shared(sizes, num_layers, can_split=False).wins(len(nodes))
+    return plan_shared(sizes, num_layers).form(len(nodes))
+
+
+def worth_batching(num_products: int, shape: tuple[int, int, int], like: Tensor) -> bool:
+    """Whether equal products of weights are predicted to train faster as one batched product.
+
+    Args:
+        num_products: How many there are.
+        shape: Their ``(m, n, k)``.
+        like: A tensor of their dtype and device.
+    """
+    m, n, k = shape
+    costs = cost_model(like.device.type)
+    # Operands are stacked; in training their gradients and those of the results are, too.
+    moved = 2 * num_products * (m * k + k * n + m * n) * like.element_size()
+    saved = 3 * (num_products - 1) * costs.launch_seconds
+    return moved / costs.bytes_per_second + 3 * costs.launch_seconds < saved
 
 
 def refuse_if_nothing(choices: Sequence[Choice]) -> None:

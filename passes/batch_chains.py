@@ -14,6 +14,7 @@ from comera_fx.ops import spec_of
 from comera_fx.passes.match import replace_call
 from comera_fx.passes.regions import State
 from comera_fx.passes.weight_only import WeightOnly, erase_unused, may_reorder, move_before
+from comera_fx.plan.shared import Form
 from comera_fx.replay import VALUE_KEYS
 from comera_fx.spec import TTSpec
 
@@ -46,6 +47,9 @@ class BatchChains:
             %a, [%b_left], [%b_right], [None])
         %b = call_function[getitem](%b_results, 0)
 
+    Where ``choose`` says "heads", the factors are made without the first output cores, which
+    ``tt_apply`` then applies by themselves: with few tokens that takes less.
+
     Layers of one group have the same spec, features, dtype and devices, and run in the same state
     of gradients and autocast. Cores that several calls read, by one node, by a tied weight's other
     name or by an equal computation, are in it once.
@@ -61,14 +65,14 @@ class BatchChains:
     other calls of ``tt_embedding``.
 
     Args:
-        choose: Whether a group is rewritten, given its spec and its calls of ``tt_linear`` in the
+        choose: How a group is to run, given its spec and its calls of ``tt_linear`` in the
             graph's order.
 
     Source:
         Oseledets, "Tensor-Train Decomposition", SISC 2011: an unfolding of the tensor at a bond.
     """
 
-    choose: Callable[[TTSpec, Sequence[fx.Node]], bool]
+    choose: Callable[[TTSpec, Sequence[fx.Node]], Form]
     keeps_numerics: ClassVar[bool] = True
 
     def __call__(self, gm: fx.GraphModule) -> int:
@@ -87,8 +91,10 @@ class BatchChains:
             linear = [call for call in calls if not call.is_lookup]
             trains = {_key(weights, call) for call in linear}
             calls = [call for call in calls if _key(weights, call) in trains]
-            if linear and self.choose(group.spec, [call.node for call in linear]):
-                _rewrite(weights, group, [call.node for call in calls])
+            form = self.choose(group.spec, [call.node for call in linear]) if linear else "own"
+            if form != "own":
+                with_heads = form == "heads" and _can_split(group, calls)
+                _rewrite(weights, group, [call.node for call in calls], with_heads)
                 num_rewrites += len(calls)
         return num_rewrites
 
@@ -172,31 +178,53 @@ def _key(weights: WeightOnly, call: _Call) -> tuple[Hashable, ...]:
     return tuple(map(weights.key, call.cores))
 
 
-def _rewrite(weights: WeightOnly, group: _Group, nodes: Sequence[fx.Node]) -> None:
+def _can_split(group: _Group, calls: Sequence[_Call]) -> bool:
+    """Whether all calls of a group can apply the first output core by itself."""
+    spec = group.spec
+    is_whole = spec.out_size == group.out_features and len(spec.out_modes) > 1
+    return is_whole and not any(call.transposed or call.is_lookup for call in calls)
+
+
+def _rewrite(
+    weights: WeightOnly, group: _Group, nodes: Sequence[fx.Node], with_heads: bool
+) -> None:
     calls = [call for node in nodes if (call := _call_of(node)) is not None]
     trains: dict[Hashable, tuple[fx.Node, ...]] = {}
     keys = [_key(weights, call) for call in calls]
     for key, call in zip(keys, calls, strict=True):
         trains.setdefault(key, call.cores)
-    factors = _insert_factors(group, list(trains.values()), calls)
+    factors = _insert_factors(group, list(trains.values()), calls, with_heads)
     by_train = dict(zip(trains, factors, strict=True))
     for key, call in zip(keys, calls, strict=True):
-        insert = _insert_rows if call.is_lookup else _insert_apply
-        replace_call(call.node, insert(call.node, *by_train[key]))
+        if call.is_lookup:
+            new = _insert_rows(call.node, *by_train[key])
+        else:
+            new = _insert_apply(call.node, *by_train[key], with_heads)
+        replace_call(call.node, new)
     erase_unused(core for call in calls for core in call.cores)
 
 
 def _insert_factors(
-    group: _Group, trains: Sequence[tuple[fx.Node, ...]], calls: Sequence[_Call]
+    group: _Group,
+    trains: Sequence[tuple[fx.Node, ...]],
+    calls: Sequence[_Call],
+    with_heads: bool,
 ) -> list[tuple[fx.Node, fx.Node]]:
     """Insert the factors of all cores before the first call, and return a left and right each."""
-    first = calls[0].node
-    cores = [core for train in trains for core in train]
+    first, num_in = calls[0].node, len(group.spec.in_modes)
+    cores = [
+        core
+        for train in trains
+        for place, core in enumerate(train)
+        if not (with_heads and place == num_in)
+    ]
     for core in cores:
         move_before(core, first)
     graph, num_layers = first.graph, len(trains)
-    sizes = (len(group.spec.in_modes), group.in_features, group.out_features)
+    sizes = (num_in, group.in_features, group.out_features)
     settings: dict[str, Any] = {"autocast": False} if any(call.is_lookup for call in calls) else {}
+    if with_heads:
+        settings["head_mode"] = group.spec.out_modes[0]
     with graph.inserting_before(first):
         factors = graph.call_function(
             torch.ops.comera_fx.tt_factors.default, (cores, num_layers, "tt", *sizes), settings
@@ -209,13 +237,14 @@ def _insert_factors(
     return list(zip(made[:num_layers], made[num_layers:], strict=True))
 
 
-def _insert_apply(node: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
+def _insert_apply(node: fx.Node, left: fx.Node, right: fx.Node, with_heads: bool) -> fx.Node:
     call = _call_of(node)  # read anew: its input may be the result of one rewritten before
     assert call is not None
     graph = node.graph
     with graph.inserting_before(node):
         first, last = _by_side(call, left, right)
-        args = (call.input, [first], [last], [call.offset])
+        heads = ([call.cores[call.num_in_modes]],) if with_heads else ()
+        args = (call.input, [first], [last], [call.offset], *heads)
         results = graph.call_function(torch.ops.comera_fx.tt_apply.default, args)
         result = graph.call_function(operator.getitem, (results, 0))
     meta = {key: value for key, value in node.meta.items() if key != "tt_spec"}

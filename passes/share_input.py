@@ -66,6 +66,9 @@ class ShareInput:
         return num_merged
 
 
+_Layer = tuple[fx.Node, fx.Node, fx.Node | None, fx.Node | None]
+
+
 class _Apply(NamedTuple):
     """A ``tt_apply`` node with its arguments by name."""
 
@@ -74,10 +77,17 @@ class _Apply(NamedTuple):
     lefts: Sequence[fx.Node]
     rights: Sequence[fx.Node]
     biases: Sequence[fx.Node | None]
+    heads: Sequence[fx.Node] | None = None
 
     def weights(self) -> list[fx.Node]:
-        """Return the factors and biases."""
-        return [*self.lefts, *self.rights, *(bias for bias in self.biases if bias is not None)]
+        """Return the factors, biases and heads."""
+        biases = [bias for bias in self.biases if bias is not None]
+        return [*self.lefts, *self.rights, *biases, *(self.heads or ())]
+
+    def layers(self) -> list[_Layer]:
+        """Return the parts of each layer."""
+        heads = [None] * len(self.lefts) if self.heads is None else self.heads
+        return list(zip(self.lefts, self.rights, self.biases, heads, strict=True))
 
 
 def _apply_of(node: fx.Node) -> _Apply | None:
@@ -108,7 +118,7 @@ def _groups(gm: fx.GraphModule, weights: WeightOnly) -> list[list[_Apply]]:
         if apply is None:
             continue
         groups = by_input.setdefault(apply.x, [])
-        joined = next((g for g in groups if _can_join(gm, weights, apply, g[0].node)), None)
+        joined = next((g for g in groups if _can_join(gm, weights, apply, g[0])), None)
         if joined is None:
             groups.append([apply])
         else:
@@ -116,8 +126,11 @@ def _groups(gm: fx.GraphModule, weights: WeightOnly) -> list[list[_Apply]]:
     return [group for groups in by_input.values() for group in groups if len(group) > 1]
 
 
-def _can_join(gm: fx.GraphModule, weights: WeightOnly, apply: _Apply, first: fx.Node) -> bool:
-    """Whether a node gives the same at the place of ``first``."""
+def _can_join(gm: fx.GraphModule, weights: WeightOnly, apply: _Apply, other: _Apply) -> bool:
+    """Whether a node gives the same at the place of another, and is of its form."""
+    first = other.node
+    if (apply.heads is None) != (other.heads is None):
+        return False
     state = weights.state(first)
     if weights.state(apply.node) != state or not weights.are_made_in(state, apply.weights()):
         return False
@@ -133,8 +146,7 @@ def _merge(gm: fx.GraphModule, weights: WeightOnly, group: Sequence[_Apply]) -> 
     places: dict[tuple[fx.Node, int], int] = {}
     known: dict[object, int] = {}
     for apply in group:
-        parts = zip(apply.lefts, apply.rights, apply.biases, strict=True)
-        for number, layer in enumerate(parts):
+        for number, layer in enumerate(apply.layers()):
             is_alone = any(
                 is_written(gm, user) for user in apply.node.users if _place_of(user) == number
             )
@@ -144,9 +156,6 @@ def _merge(gm: fx.GraphModule, weights: WeightOnly, group: Sequence[_Apply]) -> 
                 layers.append(layer)
             places[apply.node, number] = known[key]
     _replace(group, layers, places)
-
-
-_Layer = tuple[fx.Node, fx.Node, fx.Node | None]
 
 
 def _key(weights: WeightOnly, layer: _Layer) -> object:
@@ -160,12 +169,14 @@ def _replace(
 ) -> None:
     first = group[0]
     graph = first.node.graph
-    lefts, rights, biases = map(list, zip(*layers, strict=True))
-    for part in (*lefts, *rights, *biases):
+    lefts, rights, biases, heads = map(list, zip(*layers, strict=True))
+    for part in (*lefts, *rights, *biases, *heads):
         if part is not None:
             move_before(part, first.node)
     with graph.inserting_before(first.node):
-        args = (first.x, lefts, rights, biases)
+        args: tuple[Any, ...] = (first.x, lefts, rights, biases)
+        if first.heads is not None:
+            args = (*args, heads)
         new = graph.call_function(torch.ops.comera_fx.tt_apply.default, args)
         new.meta = dict(first.node.meta)
         results = [graph.call_function(operator.getitem, (new, k)) for k in range(len(layers))]

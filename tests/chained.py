@@ -13,6 +13,7 @@ from comera_fx.passes.batch_chains import BatchChains
 from comera_fx.passes.pipeline import run_pipeline
 from comera_fx.passes.share_input import ShareInput
 from comera_fx.passes.tt_module_to_op import TTModuleToOp
+from comera_fx.plan.shared import Form
 from comera_fx.spec import TTSpec
 
 SPEC = TTSpec("tt", (2, 3), (3, 2), (1, 2, 4, 3, 1))
@@ -29,8 +30,8 @@ def layer(spec: TTSpec = SPEC, size: int = 6, *, bias: bool = True, seed: int = 
     return made
 
 
-def every(spec, calls: Sequence[fx.Node]) -> bool:
-    return True
+def every(spec, calls: Sequence[fx.Node]) -> Form:
+    return "factors"
 
 
 def operators_of(model: nn.Module, kind: str, x: Tensor) -> fx.GraphModule:

@@ -152,7 +152,11 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("given", [True, False])
 def test_shared_graph_computes_the_same_with_fewer_nodes(given, monkeypatch):
-    monkeypatch.setattr(comera_fx.lowering, "worth_sharing", lambda spec, nodes: len(nodes) > 1)
+    monkeypatch.setattr(
+        comera_fx.lowering,
+        "worth_sharing",
+        lambda spec, nodes: "factors" if len(nodes) > 1 else "own",
+    )
     config = comera_fx.OptimizeConfig(init="random", max_rank=8, only_if_faster=False, min_params=0)
     x = torch.randn(2, 5, 96)
     model = comera_fx.optimize(Attention(), x, config=config)

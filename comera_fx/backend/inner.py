@@ -8,11 +8,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
-import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
+from comera_fx.backend.operators import boxed
 from comera_fx.backend.options import Inner, Options
 from comera_fx.backend.partition import PartitionByMemory, partition_in_order
 from comera_fx.errors import ConfigError
@@ -95,19 +95,6 @@ def _eager(gm: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
 
 def _operators(gm: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
     return _through_autograd(gm, example_inputs, boxed)
-
-
-def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-    """Return a function that runs a graph operator by operator, freeing what is used up."""
-    gm.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
-    gm.recompile()
-    run = gm.forward
-
-    def call(args: list[Any]) -> Any:
-        return run(args)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
 
 
 def _through_autograd(

@@ -30,6 +30,8 @@ def factors(
     spec: TTSpec,
     num_layers: int,
     features: tuple[int, int],
+    *,
+    without_head: bool = False,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return the left and the right factors of equal-shaped layers.
 
@@ -38,14 +40,18 @@ def factors(
         spec: Shape of each layer, in layout "tt".
         num_layers: Number of layers.
         features: Rows of the left factors and columns of the right ones.
+        without_head: Whether the right factors are made without their first cores, which then are
+            not among the cores given.
 
     Returns:
-        Factors whose width the device's products like, the middle rank filled up with zeros.
+        Factors whose width the device's products like, the middle rank filled up with zeros; the
+        middle rank itself where the first cores are left out.
     """
     middle = spec.middle_rank
     padded = cost_model(cores[0].device.type).padded(middle)
-    width = padded if padded <= MOST_FILLING * middle else middle
-    return make_factors(Chains(spec, num_layers, *features, width), cores)
+    width = padded if padded <= MOST_FILLING * middle and not without_head else middle
+    chains = Chains(spec, num_layers, *features, width, without_head=without_head)
+    return make_factors(chains, cores)
 
 
 def make_factors(

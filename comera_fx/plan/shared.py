@@ -10,10 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Literal
 
 from comera_fx.plan.cost import CostModel, cost_model
 from comera_fx.plan.linear import plan_linear
 from comera_fx.spec import TTSpec
+
+Form = Literal["own", "factors", "heads"]
+"""How layers run: each by its own plan; through factors made at once; or through such without the
+first cores of the right factors, which are applied by themselves."""
 
 # Times of calls beside their products, forward and backward, as multiples of that of a dense layer.
 APPLY_CALL = 1.4
@@ -92,6 +97,12 @@ class Shared:
         """Whether making the factors pays if so many layers use them."""
         together = self.chains_seconds + num_layers * self.apply_seconds - self.joint_seconds
         return together < WORTHWHILE * num_layers * self.own_seconds
+
+    def form(self, num_layers: int) -> Form:
+        """Return how so many layers run fastest."""
+        if not self.wins(num_layers):
+            return "own"
+        return "heads" if self.without_head else "factors"
 
 
 @lru_cache(maxsize=4096)

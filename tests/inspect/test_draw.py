@@ -36,7 +36,11 @@ def test_a_large_graph_has_a_box_a_module(given):
 
 
 def test_what_is_made_of_weights_alone_is_one_box(monkeypatch):
-    monkeypatch.setattr(comera_fx.lowering, "worth_sharing", lambda spec, nodes: len(nodes) > 1)
+    monkeypatch.setattr(
+        comera_fx.lowering,
+        "worth_sharing",
+        lambda spec, nodes: "factors" if len(nodes) > 1 else "own",
+    )
     blocks = blocks_of(comera_fx.graph(optimised(), ids(), share=True), most=20)
     assert [block.title for block in blocks if block.kind == "weights"] == ["made of weights alone"]
     marked = [block.title for block in blocks if block.on_weights]
