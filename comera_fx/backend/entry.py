@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
+from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 
 from comera_fx.backend.advice import tell_of_optimize
 from comera_fx.backend.freeze import frozen
@@ -58,7 +59,8 @@ def comera(
         tell_of_optimize(example_inputs)
     count("tt_layers", num_layers)
     choose_tokens(graph, chosen.memory_limit_bytes)
-    with _dumped(chosen.dump, graph):
+    # What a pass traces is none of the caller's, whose hooks would save it, as a checkpoint does.
+    with _dumped(chosen.dump, graph), _disable_saved_tensors_hooks_during_tracing():
         lowered = lower_graph(graph, lowering_passes(chosen.disable), watchers=active_watchers())
     count("expanded", num_layers - sum(1 for _ in _operators(lowered)))
     if chosen.freeze:
