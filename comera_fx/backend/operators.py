@@ -143,5 +143,8 @@ def _function_of(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """Return torch's own function of an operator's name, which takes the same arguments."""
     if target.namespace != "aten" or target._overloadname != "default":
         return None
+    # Torch's functions refuse None within a list of tensors, as in index_put(x, [None, ids], y).
+    if any("List[Optional[Tensor]]" in str(each.type) for each in target._schema.arguments):
+        return None
     function = getattr(torch, target._schema.name.removeprefix("aten::"), None)
     return function if isinstance(function, types.BuiltinFunctionType) else None
