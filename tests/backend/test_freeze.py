@@ -166,12 +166,30 @@ def test_a_write_to_what_is_returned_changes_no_later_call():
         out.zero_()
 
 
-def test_weights_are_not_kept_alive():
-    model = Stack()
-    fast = frozen(model)
+@pytest.mark.parametrize("freeze", [False, True])
+def test_weights_are_not_kept_alive(freeze):
+    model = Stack().requires_grad_(False)
+    fast = compiled(model, freeze=freeze)
     fast(X)
     held = weakref.ref(model.layers[0].core_1)
     model.layers[0].core_1 = nn.Parameter(torch.zeros_like(model.layers[0].core_1), False)
     fast(X)
     gc.collect()
     assert held() is None
+
+
+def test_a_dynamic_number_of_tokens():
+    model = Stack().requires_grad_(False)
+    fast = torch.compile(
+        model,
+        backend="comera",
+        fullgraph=True,
+        dynamic=True,
+        options={"freeze": True, "inner": "aot_eager"},
+    )
+    for tokens in (200, 210, 220):
+        x = floats(tokens, WIDTH)
+        torch.testing.assert_close(fast(x), model(x))
+    assert counted("graphs") == [1]
+    in_place(model)
+    torch.testing.assert_close(fast(x), model(x))
