@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 
 from comera_fx.backend.graph import forget_weights
 from comera_fx.errors import ConfigError
-from comera_fx.passes.weight_only import WeightOnly
+from comera_fx.passes.regions import SWITCHES
+from comera_fx.passes.weight_only import WeightOnly, erase_unused
 from comera_fx.replay import VALUE_KEYS
 
 Compiled = Callable[..., Any]
@@ -128,16 +129,20 @@ def _messages(gm: fx.GraphModule) -> list[fx.Node]:
 
 def _part(gm: fx.GraphModule, outputs: Sequence[fx.Node]) -> fx.GraphModule:
     """Return a graph of the same inputs that makes some nodes."""
+    needed, waiting = set(), list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        if node.op != "output":
+        # Nothing else has effects on these nodes; a write is left to the graph that is run.
+        if node in needed or node.op == "placeholder" or node.target in SWITCHES:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    part = fx.GraphModule(gm, graph)
-    part.graph.eliminate_dead_code()
-    part.recompile()
-    return part
+    return fx.GraphModule(gm, graph)
 
 
 def _rest(
@@ -150,7 +155,7 @@ def _rest(
             last = gm.graph.placeholder(f"kept_{node.name}")
         last.meta = {key: node.meta[key] for key in VALUE_KEYS if key in node.meta}
         node.replace_all_uses_with(last)
-    gm.graph.eliminate_dead_code()
+    erase_unused(outputs)
     places = [place for place, node in enumerate(placeholders) if node.users]
     for node in placeholders:
         if not node.users:

@@ -10,6 +10,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from comera_fx.errors import ConfigError
 from tests.backend.models import WIDTH, Language, Stack, compiled, counted, floats, layer
+from tests.tolerances import BY_DTYPE
 
 X = floats(200, WIDTH)
 """Tokens enough that plans multiply the cores first."""
@@ -164,6 +165,43 @@ def test_a_write_to_what_is_returned_changes_no_later_call():
         out = fast(X)[1]
         assert out.tolist() == [3, 3, 3]
         out.zero_()
+
+
+class Writing(nn.Module):
+    """Writes to a weight between two reads of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = layer()
+
+    def forward(self, x):
+        before = self.inner(x)
+        with torch.no_grad():
+            self.inner.core_1.mul_(1.5)
+        return before + self.inner(x)
+
+
+def test_a_model_that_writes_to_its_weights():
+    model, alone = Writing(), Writing()
+    fast = frozen(model)
+    for _ in range(3):
+        torch.testing.assert_close(fast(X), alone(X))
+    torch.testing.assert_close(model.state_dict(), alone.state_dict())
+
+
+def test_autocast_inside():
+    model, x = Stack().float(), X.float()
+
+    def function(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            low = model(x)
+        return low, model(x)
+
+    model.requires_grad_(False)
+    fast = compiled(function, freeze=True)
+    for mine, theirs in zip(fast(x), function(x), strict=True):
+        torch.testing.assert_close(mine, theirs, **BY_DTYPE[theirs.dtype])
 
 
 @pytest.mark.parametrize("freeze", [False, True])
