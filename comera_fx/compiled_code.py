@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import sys
 import types
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+CORE = "core_0"
+"""What every TT module names its first core; guards of code that reads one say so."""
+
+# Code is compared by identity: equal code of two functions is compiled twice.
 _codes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_noted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note_code(parameters: Iterable[nn.Parameter]) -> None:
@@ -22,10 +27,11 @@ def note_code(parameters: Iterable[nn.Parameter]) -> None:
     code = _code_being_compiled()
     if code is None:
         return
+    _noted[code] = True
     for parameter in parameters:
         if parameter not in _codes:
-            _codes[parameter] = weakref.WeakSet()
-        _codes[parameter].add(code)
+            _codes[parameter] = WeakIdKeyDictionary()
+        _codes[parameter][code] = True
 
 
 def _code_being_compiled() -> types.CodeType | None:
@@ -38,27 +44,45 @@ def _code_being_compiled() -> types.CodeType | None:
     return code
 
 
-def forget_code(parameters: Iterable[nn.Parameter], modules: Iterable[nn.Module] = ()) -> None:
+def forget_code(parameters: Iterable[nn.Parameter]) -> None:
     """Drop the compiled versions of all functions that read one of these parameters.
+
+    What another backend has compiled is not noted: there every function is dropped whose guards
+    name a core. A function that several models share loses the versions of all of them, which
+    compile again when they are called.
 
     Args:
         parameters: Those whose shapes have changed.
-        modules: Modules whose own ``forward`` may have been compiled by another backend, which
-            notes nothing.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled
+    parameters = list(parameters)
+    if not parameters or "torch._dynamo" not in sys.modules:  # nothing was compiled
         return
     from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
 
-    codes: set[types.CodeType] = set()
-    for parameter in parameters:
-        if parameter in _codes:
-            codes.update(_codes[parameter])
-            del _codes[parameter]
-    for module in modules:
-        forward = getattr(type(module), "forward", None)
-        code = getattr(forward, "__code__", None)
-        if code is not None:
-            codes.add(code)
-    for code in codes:
+    known = [parameter for parameter in parameters if parameter in _codes]
+    codes = {id(code): code for parameter in known for code in _codes[parameter]}
+    for parameter in known:
+        del _codes[parameter]
+    for code in _compiled_codes():
+        if code in _noted and len(known) == len(parameters):
+            continue
+        if id(code) not in codes and _reads_cores(code):
+            codes[id(code)] = code
+    for code in codes.values():
         reset_code(code)
+
+
+def _compiled_codes() -> Iterator[types.CodeType]:
+    from torch._dynamo.convert_frame import input_codes
+
+    for reference in list(input_codes.seen):
+        code = reference()
+        if code is not None:
+            yield code
+
+
+def _reads_cores(code: types.CodeType) -> bool:
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    entries: list[Any] = _debug_get_cache_entry_list(code)
+    return any(CORE in str(entry.guard_manager) for entry in entries)

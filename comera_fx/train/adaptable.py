@@ -187,10 +187,10 @@ def warn_if_out_of_reach(layers: dict[str, TTModule], target: int, min_rank: int
         )
 
 
-def warn_of_death(name: str) -> None:
-    """Say that a layer is left with its bias."""
+def warn_of_death(name: str, stacklevel: int) -> None:
+    """Say that a layer is left with its bias, to the caller so many frames up."""
     warnings.warn(
         f"all ranks of a bond of layer {name!r} have died: from now on the layer is its bias "
         "alone. Raise min_rank, or lower gamma or the rank weights' learning rate.",
-        stacklevel=4,
+        stacklevel=stacklevel,
     )

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
+from comera_fx.compiled_code import forget_code
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.train.adaptable import (
@@ -34,6 +36,8 @@ LOSS_MEMORY = 0.9
 """Weight of the past in the running mean of the task loss."""
 FORGOTTEN_AFTER = 100
 """Calls of ``loss`` without a ``step`` after which the user is warned."""
+WRAPPED = 2
+"""Frames between a caller and a method that stays out of compiled code."""
 REVIVED = 1.01
 """Where the target needs fewer cuts than there are dead ranks, the rest go back to this
 multiple of the threshold: live, and next to nothing in the weight."""
@@ -45,6 +49,9 @@ class RankAdapter:
     It gives every inner bond a rank weight d (a parameter, 1 at the start) and adds these to the
     optimizer: to the group of ``param_groups`` made for them, or to a new one at ten times the
     cores' learning rate.
+
+    ``loss`` and ``step`` run eagerly, also where a compiled function calls them, as their state
+    changes with every step. Compile the model, or a function that ends with the task loss.
 
     Args:
         model: A model from ``optimize``, in one process; a compiled one works too.
@@ -101,6 +108,7 @@ class RankAdapter:
 
     # ---- what a training loop calls ----
 
+    @_disable_dynamo
     def loss(self, task_loss: Tensor) -> Tensor:
         """Return what to minimise in the present stage.
 
@@ -128,6 +136,7 @@ class RankAdapter:
             return task_loss
         return self._early(task_loss) if stage == "early" else self._late(task_loss)
 
+    @_disable_dynamo
     def step(self) -> None:
         """Count a step; every ``prune_every`` steps cut the ranks whose weight has died.
 
@@ -140,7 +149,7 @@ class RankAdapter:
             warnings.warn(
                 f"RankAdapter.step was called {FORGOTTEN_AFTER} times without RankAdapter.loss: "
                 "nothing asks ranks to shrink. Train on adapter.loss(task_loss).",
-                stacklevel=2,
+                stacklevel=2 + WRAPPED,
             )
         self._hold_others()
         pruning = before != "warmup" and self._num_steps % self.config.prune_every == 0
@@ -280,7 +289,7 @@ class RankAdapter:
             warnings.warn(
                 f"RankAdapter.loss was called {FORGOTTEN_AFTER} times without RankAdapter.step: "
                 "no rank is ever cut. Call adapter.step() after optimizer.step().",
-                stacklevel=3,
+                stacklevel=3 + WRAPPED,
             )
 
     def _finite_mean(self) -> float | None:
@@ -350,17 +359,20 @@ class RankAdapter:
             modes = {name: layer.spec.mode_sizes for name, layer in self._layers.items()}
             spare(bonds, modes, self.target_size)
             self._revive(bonds)
+        cut: list[nn.Parameter] = []
         for name, layer in self._layers.items():
             kept = [bond.alive for bond in bonds if bond.layer == name]
             if any(len(alive) < len(w) for alive, w in zip(kept, layer.rank_weights, strict=True)):
                 if layer.tt_params and not all(kept):
-                    warn_of_death(name)
+                    warn_of_death(name, stacklevel=4 + WRAPPED)
                 device = layer.cores[0].device
                 cut_ranks(
                     layer,
                     [torch.tensor(k, dtype=torch.long, device=device) for k in kept],
                     self.optimizer,
                 )
+                cut += [*layer.cores, *layer.rank_weights]
+        forget_code(cut)
         if self.target_size is not None and self.size <= self.target_size:
             self._settle(True)
         self._choose_pushed()
