@@ -1,5 +1,8 @@
 """Models as people write them train under the backend as they do in eager mode."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -27,6 +30,10 @@ LAYERS = {
     "six-encoder": 39,
 }
 WRITERS = {"GPT-2": gpt2, "Llama": llama}
+
+
+def slow(values: Iterable[object]) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def breaks() -> str:
@@ -61,9 +68,7 @@ def test_two_steps_are_those_of_eager(name):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", ["DLRM", "ViT", *(pytest.param(x, marks=pytest.mark.slow) for x in BY_NAME)]
-)
+@pytest.mark.parametrize("name", ["DLRM", *slow(name for name in BY_NAME if name != "DLRM")])
 def test_eval_mode_and_a_second_batch_size(name):
     twins = trained(BY_NAME[name])
     mine, theirs = twins.evaluate(twins.inputs(NUM_SAMPLES))
@@ -90,31 +95,33 @@ def test_gpt2_with_a_loss_type_is_one_graph():
     assert Counts.now() == Counts(graphs=1, graph_breaks=0, tt_layers=3, expanded=3)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(
-    "name", ["ViT", *(pytest.param(x, marks=pytest.mark.slow) for x in ("BERT", "Llama"))]
-)
+@pytest.mark.parametrize("reentrant", [False, *slow([True])])
+@pytest.mark.parametrize("name", ["ViT", *slow(["BERT", "Llama"])])
 def test_checkpointing_of_transformers(name, reentrant):
     entry = BY_NAME[name]
 
     def make():
         settings = {} if name == "ViT" else {"use_cache": False}
-        model = entry.make(**settings)
+        model = comera_fx.optimize(entry.make(**settings), entry.inputs(NUM_SAMPLES), config=CONFIG)
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         return model
 
-    trained(Entry(name, make, entry.inputs))
+    trained(Entry(name, make, entry.inputs, optimised=True))
     counts = Counts.now()
     assert breaks() == ""
     assert counts.expanded == counts.tt_layers == LAYERS[name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["forward", "in place"])
 @pytest.mark.parametrize(
-    "cache",
-    [{"use_cache": True}, {"use_cache": False}, {"cache_implementation": "static"}],
-    ids=["cache", "no-cache", "static-cache"],
+    ("how", "cache"),
+    [
+        ("forward", {"use_cache": True}),
+        ("in place", {"use_cache": True}),
+        ("in place", {"use_cache": False}),
+        ("forward", {"cache_implementation": "static"}),
+    ],
+    ids=["forward-cache", "in-place-cache", "in-place-no-cache", "forward-static-cache"],
 )
 @pytest.mark.parametrize("name", WRITERS)
 def test_generate_writes_the_tokens_of_eager(name, cache, how):
