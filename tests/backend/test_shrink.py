@@ -248,8 +248,10 @@ def test_containers_share_the_code_that_dynamo_wraps_around_them():
             one.shrink()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("form", ["module", "container", "function"])
+@pytest.mark.parametrize(
+    ("backend", "form"),
+    [("aot_eager", "module"), ("eager", "container"), ("eager", "function")],
+)
 def test_other_backends_stay_compiled_too(backend, form):
     model = nn.Sequential(*Net().children()) if form == "container" else Net()
     training = Training(model)
@@ -344,7 +346,7 @@ def test_many_batches_make_few_graphs_after_a_shrink_too():
     training = Training(Net()).compile(dynamic=True)
     for seed in range(2):
         counters.clear()
-        for size in (64, 1, 7, 4096, 300, 2, 1000, 16):
+        for size in (64, 1, 7, 4096, 300, 2):
             x, _ = batch(seed, size)
             torch.testing.assert_close(training.run(x), Net.forward(training.model, x), **CLOSE)
         assert 2 <= counters["stats"]["unique_graphs"] <= MOST_INTERVALS + 1
