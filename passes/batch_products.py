@@ -156,7 +156,8 @@ class _Batches:
 
     def _together(self, nodes: Sequence[Any]) -> fx.Node:
         """Return a node with the matrices of some nodes as a batch: a view where there is one."""
-        graph, count = nodes[0].graph, len(nodes)
+        graph: fx.Graph = nodes[0].graph
+        count = len(nodes)
         places = [self._places.get(node) for node in nodes]
         if places[0] is not None and places == [(places[0][0], k, count) for k in range(count)]:
             return places[0][0]

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
+from comera_fx.backend.decompositions import faster_on_cpu
 from comera_fx.backend.operators import boxed
 from comera_fx.backend.options import Inner, Options
 from comera_fx.backend.partition import PartitionByMemory, partition_in_order
@@ -45,8 +46,8 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
         )
     compilers: dict[str, Callable[..., Compiled]] = {
         "eager": _eager,
-        "aot_eager": _operators,
-        "inductor": partial(_inductor, mode=options.mode),
+        "aot_eager": partial(_operators, fallback_random=options.fallback_random),
+        "inductor": partial(_inductor, mode=options.mode, fallback_random=options.fallback_random),
         "cudagraphs": _cudagraphs,
     }
     return compilers[inner](gm, list(example_inputs))
@@ -93,17 +94,11 @@ def _eager(gm: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
     return gm.forward
 
 
-def _operators(gm: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
-    return _through_autograd(gm, example_inputs, boxed)
-
-
-def _through_autograd(
-    gm: fx.GraphModule, example_inputs: list[Any], compiler: Callable[..., Compiled]
-) -> Compiled:
+def _operators(gm: fx.GraphModule, example_inputs: list[Any], *, fallback_random: bool) -> Compiled:
     def counted(kind: str) -> Callable[..., Compiled]:
         def compile_one(part: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
             count(f"{kind}_graphs")
-            return compiler(part, inputs)
+            return boxed(part, inputs)
 
         return compile_one
 
@@ -113,12 +108,15 @@ def _through_autograd(
         inference_compiler=counted("inference"),
         partition_fn=partition_in_order,
         keep_inference_input_mutations=True,
+        decompositions={} if fallback_random else faster_on_cpu(),
     )
     compiled: Compiled = backend(gm, example_inputs)
     return compiled
 
 
-def _inductor(gm: fx.GraphModule, example_inputs: list[Any], *, mode: str) -> Compiled:
+def _inductor(
+    gm: fx.GraphModule, example_inputs: list[Any], *, mode: str, fallback_random: bool
+) -> Compiled:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -128,6 +126,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: list[Any], *, mode: str) -> Co
         return compile_fx_inner(part, inputs, **kwargs)
 
     patches = {} if mode == "default" else dict(list_mode_options(mode))
+    patches["fallback_random"] = fallback_random
     patches["custom_partitioner_fn"] = PartitionByMemory()
     hits = counters["aot_autograd"]["autograd_cache_hit"]
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=counted, config_patches=patches)

@@ -7,12 +7,15 @@ undo one another go, and operators are called by torch's own functions, which is
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from comera_fx.backend.reuse import reuse_operands
 
 aten = torch.ops.aten
 _METHODS = {
@@ -31,6 +34,10 @@ _METHODS = {
 }
 _FUNCTIONS: dict[object, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,
+    aten.add_.Tensor: torch.Tensor.add_,
+    aten.sub_.Tensor: torch.Tensor.sub_,
+    aten.mul_.Tensor: torch.Tensor.mul_,
+    aten.div_.Tensor: torch.Tensor.div_,
     aten.sub.Tensor: torch.sub,
     aten.mul.Tensor: torch.mul,
     aten.div.Tensor: torch.div,
@@ -48,6 +55,8 @@ def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., An
         example_inputs: What it takes.
     """
     simplify_views(gm.graph)
+    join_selects(gm.graph)
+    reuse_operands(gm.graph)
     call_directly(gm.graph)
     gm.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
     gm.recompile()
@@ -72,6 +81,12 @@ def simplify_views(graph: fx.Graph) -> int:
         if node.target not in _VIEWS or node.kwargs:
             continue
         _skip_inner(node)
+        back = _undone(node)
+        if back is not None and node not in returned:
+            node.replace_all_uses_with(back)
+            graph.erase_node(node)
+            num_dropped += 1
+            continue
         key = (node.target, repr(node.args[1:]), node.args[0])
         same = node.args[0] if _does_nothing(node) else known.get(key)
         if isinstance(same, fx.Node) and node not in returned:
@@ -94,6 +109,18 @@ def _skip_inner(node: fx.Node) -> None:
             inner = node.args[0]
         else:
             break
+
+
+def _undone(node: fx.Node) -> fx.Node | None:
+    """Return what is read by the transpose that this one undoes."""
+    inner = node.args[0]
+    if not isinstance(inner, fx.Node) or inner.target is not node.target:
+        return None
+    is_turn = node.target is aten.t.default or (
+        node.target is aten.transpose.int and set(node.args[1:]) == set(inner.args[1:])
+    )
+    before = inner.args[0]
+    return before if is_turn and isinstance(before, fx.Node) else None
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -123,6 +150,33 @@ def _erase_unread(graph: fx.Graph) -> int:
             graph.erase_node(node)
             num_erased += 1
     return num_erased
+
+
+def join_selects(graph: fx.Graph) -> int:
+    """Take the parts of a tensor along its first axis in one call; return how many there were.
+
+    The gradients of stacked weights come so.
+    """
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is aten.select.int and node.args[1] == 0 and not node.kwargs:
+            groups.setdefault(node.args[0], []).append(node)
+    num_joined = 0
+    for source, nodes in groups.items():
+        value = source.meta.get("val")
+        count = value.shape[0] if isinstance(value, Tensor) else None
+        if not isinstance(count, int) or 2 * len(nodes) < count or len(nodes) < 2:
+            continue
+        with graph.inserting_before(nodes[0]):
+            parts = graph.call_function(aten.unbind.int, (source,))
+        for node in nodes:
+            with graph.inserting_before(node):
+                part = graph.call_function(operator.getitem, (parts, node.args[2]))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
+        num_joined += len(nodes)
+    return num_joined
 
 
 def call_directly(graph: fx.Graph) -> None:

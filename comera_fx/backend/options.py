@@ -26,6 +26,7 @@ class Options:
         dump: Folder for the graphs, pass by pass, and the plans of what is compiled.
         disable: Names of passes to leave out.
         freeze: Compute what depends on weights alone once, for inference.
+        fallback_random: Draw the random numbers of eager mode, at its speed.
 
     Example:
         >>> Options.read({"inner": "aot_eager"}, None).inner
@@ -37,6 +38,7 @@ class Options:
     dump: Path | None = None
     disable: tuple[str, ...] = ()
     freeze: bool = False
+    fallback_random: bool = False
     mode: str = "default"
 
     @classmethod
@@ -102,13 +104,14 @@ class Options:
             "a path",
             "write dump='graphs'",
         )
-        _check(
-            type(self.freeze) is bool,
-            "option freeze is neither true nor false",
-            self.freeze,
-            "True or False",
-            "leave it out for training",
-        )
+        for name in ("freeze", "fallback_random"):
+            _check(
+                type(getattr(self, name)) is bool,
+                f"option {name} is neither true nor false",
+                getattr(self, name),
+                "True or False",
+                "leave it out for training",
+            )
         _check(
             self.mode in MODES,
             "the backend has no such mode",

@@ -157,10 +157,13 @@ class Chunk:
         lefts = _left_products(self.stacks[:num_in])
         rights = _right_products(self.stacks[num_in:])
         self.left_inner, self.right_inner = lefts[1:-1], rights[1:-1]
-        left = lefts[-1].narrow(1, 0, self.chains.in_features)
-        if self.chains.without_head:
-            return left, rights[0]
-        return left, rights[0].narrow(2, 0, self.chains.out_features)
+        left, right = lefts[-1], rights[0]
+        # Only where there is padding: in a graph the gradient of such a view is a copy.
+        if self.chains.in_features < self.chains.spec.in_size:
+            left = left.narrow(1, 0, self.chains.in_features)
+        if not self.chains.without_head and self.chains.out_features < self.chains.spec.out_size:
+            right = right.narrow(2, 0, self.chains.out_features)
+        return left, right
 
     # ---- what is kept from forward to backward, as one list of tensors ----
 
