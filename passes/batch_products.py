@@ -161,31 +161,42 @@ class _Batches:
         places = [self._places.get(node) for node in nodes]
         if places[0] is not None and places == [(places[0][0], k, count) for k in range(count)]:
             return places[0][0]
-        view = _batched_view(nodes)
+        view = batched_view(nodes)
         if view is not None:
             inner = self._together([node.args[0] for node in nodes])
-            return graph.call_function(nodes[0].target, (inner, *view))
+            target = aten.transpose.int if nodes[0].target is aten.t.default else nodes[0].target
+            return graph.call_function(target, (inner, *view))
         if len(set(nodes)) == 1:
             return graph.call_function(aten.expand.default, (nodes[0], [count, -1, -1]))
         return graph.call_function(aten.stack.default, (list(nodes),))
 
 
-def _batched_view(nodes: Sequence[fx.Node]) -> tuple[Any, ...] | None:
-    """Return the arguments of the view that some equal views are, of a batch."""
+def batched_view(nodes: Sequence[fx.Node]) -> tuple[Any, ...] | None:
+    """Return the arguments after the first of the view of a batch that some equal views make.
+
+    Args:
+        nodes: Views of one form, of the tensors in a batch.
+
+    Returns:
+        ``None`` where they are no views, or of different forms. For ``t`` they are the arguments
+        of a ``transpose``.
+    """
     first = nodes[0]
     if len({(node.target, repr(node.args[1:]), repr(node.kwargs)) for node in nodes}) > 1:
         return None
     if first.op != "call_function" or first.kwargs:
         return None
+    rest: Any = first.args[1:]
     if first.target in _RESHAPES:
-        sizes: Any = first.args[1]
-        return ([len(nodes), *sizes],) if -1 not in sizes else None
+        sizes = rest[0]
+        is_known = all(isinstance(size, int) and size >= 0 for size in sizes)
+        return ([len(nodes), *sizes],) if is_known else None
     if first.target is aten.permute.default:
-        axes: Any = first.args[1]
+        axes = rest[0]
         return ([0, *(axis % len(axes) + 1 for axis in axes)],)
     if first.target is aten.transpose.int:
-        return tuple(axis + 1 if axis >= 0 else axis for axis in first.args[1:])  # type: ignore[operator]
-    return None
+        return tuple(axis + 1 if axis >= 0 else axis for axis in rest)
+    return (1, 2) if first.target is aten.t.default else None
 
 
 def _kept_meta(node: fx.Node) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from comera_fx.backend.late import batch_late_products
 from comera_fx.backend.reuse import reuse_operands
 
 aten = torch.ops.aten
@@ -55,6 +56,7 @@ def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., An
         example_inputs: What it takes.
     """
     simplify_views(gm.graph)
+    batch_late_products(gm.graph)
     join_selects(gm.graph)
     reuse_operands(gm.graph)
     call_directly(gm.graph)
