@@ -8,10 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import partitioners
-from torch._functorch.partitioners import (
-    default_partition,
-    min_cut_rematerialization_partition,
-)
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -35,7 +31,7 @@ def partition_in_order(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) 
         kwargs: What AOTAutograd tells a partitioner besides.
     """
     mark_recomputed(joint)
-    return default_partition(joint, joint_inputs, **kwargs)
+    return partitioners.default_partition(joint, joint_inputs, **kwargs)
 
 
 class PartitionByMemory(CustomPartitionerFn):
@@ -47,7 +43,7 @@ class PartitionByMemory(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Graphs:
         """Split; arguments as of ``partition_in_order``."""
         mark_recomputed(gm)
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         """Return what is another one where this file is another one."""
@@ -60,12 +56,8 @@ def mark_recomputed(joint: fx.GraphModule) -> int:
     chosen = [node for node in nodes if is_weight_only(node)]
     if not chosen or sum(map(_flops, chosen)) > CHEAP * sum(map(_flops, nodes)):
         return 0
-    if (
-        partitioners._is_functional_graph(  # type: ignore[attr-defined]
-            joint.graph
-        )[0]
-        is not None
-    ):  # nothing is made again there
+    writer, _ = partitioners._is_functional_graph(joint.graph)  # type: ignore[attr-defined]
+    if writer is not None:  # torch makes nothing again in a graph that writes
         return 0
     for node in chosen:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

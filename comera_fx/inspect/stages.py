@@ -83,6 +83,7 @@ def stages(model: nn.Module, example_inputs: object = None) -> Stages:
         BatchChains (8, 256)
         ShareInput (8, 256)
         ExpandPlan (8, 256)
+        BatchProducts (8, 256)
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(

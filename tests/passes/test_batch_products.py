@@ -1,5 +1,6 @@
 """BatchProducts: equal products of weights run as one and compute the same."""
 
+from itertools import pairwise
 from textwrap import dedent
 
 import torch
@@ -25,7 +26,7 @@ class Chains(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         for layer in range(count):
-            for k, shape in enumerate(zip(sizes, sizes[1:], strict=False)):
+            for k, shape in enumerate(pairwise(sizes)):
                 core = torch.randn(shape, dtype=torch.float64, generator=generator)
                 self.register_parameter(f"core_{layer}_{k}", nn.Parameter(core))
         self.count, self.num_cores = count, len(sizes) - 1
