@@ -163,3 +163,11 @@ def assert_expanded(layers: int, graphs: int = 1) -> None:
     """Check that all TT layers of a trained model were expanded, and both passes compiled."""
     found = counted("graphs", "tt_layers", "expanded", "forward_graphs", "backward_graphs")
     assert found == [graphs, layers, layers, graphs, graphs]
+
+
+def num_graphs() -> int:
+    """How many graphs were compiled; all of them, with every TT layer expanded, by this backend."""
+    ours = counters["comera_fx"]
+    assert ours["graphs"] == counters["stats"]["unique_graphs"]
+    assert ours["expanded"] == ours["tt_layers"]
+    return ours["graphs"]

@@ -14,20 +14,13 @@ from comera_fx.config import RankConfig
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, param_groups
+from tests.backend.models import num_graphs
 
 SPEC = TTSpec("tt", (8, 8), (8, 8), (1, 8, 60, 8, 1))
 OPTIONS = {"inner": "aot_eager"}
 BROKEN = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 """Dynamo reads it of what the first part of a broken graph hands to the second."""
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Net(nn.Module):
@@ -101,13 +94,6 @@ def kill_a_rank(model):
         for layer in model.modules():
             if isinstance(layer, TTLinear):
                 layer.rank_weight_2[-1] = -1.0
-
-
-def num_graphs():
-    graphs = counters["comera_fx"]["graphs"]
-    assert graphs == counters["stats"]["unique_graphs"]
-    assert counters["comera_fx"]["expanded"] == counters["comera_fx"]["tt_layers"]
-    return graphs
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from comera_fx.backend.tokens import MOST_INTERVALS
 from comera_fx.modules import TTEmbedding, TTLinear
 from comera_fx.plan.thresholds import token_intervals
 from comera_fx.spec import TTSpec
+from tests.backend.models import num_graphs
 
 SPEC = TTSpec("tt", (4, 8), (8, 4), (1, 4, 16, 4, 1))
 TABLE = TTSpec("ttm", (5, 4), (4, 8), (1, 6, 1))
@@ -21,14 +22,6 @@ BATCHES = sorted(
 )
 SHUFFLED = random.Random(0).sample(BATCHES, len(BATCHES))
 ORDERS = {"rising": BATCHES, "falling": BATCHES[::-1], "shuffled": SHUFFLED}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def mlp():
@@ -85,13 +78,6 @@ def results(function, model, *inputs):
 def assert_as_eager(function, model, *inputs):
     given = results(function, model, *inputs)
     torch.testing.assert_close(given, results(model, model, *inputs), **CLOSE)
-
-
-def num_graphs():
-    graphs = counters["comera_fx"]["graphs"]
-    assert graphs == counters["stats"]["unique_graphs"]
-    assert counters["comera_fx"]["expanded"] == counters["comera_fx"]["tt_layers"]
-    return graphs
 
 
 @pytest.mark.parametrize(
