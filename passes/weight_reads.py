@@ -1,4 +1,4 @@
-"""Which nodes read a matrix as a layer does, and which matrices are reconstructed from cores."""
+"""Which nodes read a matrix as a layer does, and which may write to one."""
 
 from __future__ import annotations
 
@@ -42,13 +42,6 @@ _EMBEDDING: dict[object, str] = {
 }
 _READS = (_LINEAR, _MATMUL, _ADDMM, _EMBEDDING)
 
-_TURNS = (torch.t, aten.t.default, aten.numpy_T.default, aten.mT.default, "t")
-_SWAPS = (
-    torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, aten.swapaxes.default,
-    aten.swapdims.default, "transpose", "swapaxes", "swapdims",
-)  # fmt: skip
-_PERMUTES = (torch.permute, aten.permute.default, "permute")
-
 IN_PLACE = (
     operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul,
     operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift, operator.isub,
@@ -78,18 +71,6 @@ class WeightRead:
     padding_idx: int | None = None
 
 
-@dataclass(frozen=True)
-class Reconstruction:
-    """A ``tt_dense`` node with its arguments by name."""
-
-    node: fx.Node
-    cores: tuple[fx.Node, ...]
-    layout: str
-    num_in_modes: int
-    in_features: int
-    out_features: int
-
-
 def weight_read_of(node: fx.Node) -> WeightRead | None:
     """Return what ``node`` reads if it computes what a linear layer or a table computes.
 
@@ -100,7 +81,7 @@ def weight_read_of(node: fx.Node) -> WeightRead | None:
     if node.op not in ("call_function", "call_method"):
         return None
     names = next((table[node.target] for table in _READS if node.target in table), None)
-    given = None if names is None else _arguments(node, names)
+    given = None if names is None else arguments_of(node, names)
     if given is None:
         return None
     if node.target in _EMBEDDING:
@@ -130,55 +111,13 @@ def _lookup(node: fx.Node, given: dict[str, Any]) -> WeightRead | None:
     return WeightRead(ids, table, is_lookup=True, padding_idx=padding_idx)
 
 
-def _arguments(node: fx.Node, names: str) -> dict[str, Any] | None:
+def arguments_of(node: fx.Node, names: str) -> dict[str, Any] | None:
     """Return the arguments by name, in the order of ``names``; ``None`` where there are others."""
     order = names.split()
     given = {**dict(zip(order, node.args, strict=False)), **node.kwargs}
     if len(node.args) > len(order) or not given.keys() <= set(order):
         return None
     return {name: given[name] for name in order if name in given}
-
-
-def reconstruction_of(node: fx.Node) -> tuple[Reconstruction, bool] | None:
-    """Return the reconstruction that ``node`` is, and whether it is transposed."""
-    transposed = False
-    while (inner := _transposed_input(node)) is not None:
-        node, transposed = inner, not transposed
-    dense = torch.ops.comera_fx.tt_dense
-    if node.op != "call_function" or node.target not in (dense, dense.default):
-        return None
-    given = _arguments(node, "cores layout num_in_modes in_features out_features")
-    cores = None if given is None else given.pop("cores", None)
-    if given is None or not isinstance(cores, (list, tuple)) or not cores:
-        return None
-    if not all(isinstance(core, fx.Node) for core in cores):
-        return None
-    if any(isinstance(value, fx.Node) for value in given.values()):
-        return None
-    return Reconstruction(node, tuple(cores), **given), transposed
-
-
-def _transposed_input(node: fx.Node) -> fx.Node | None:
-    """Return what ``node`` is the transpose of, taking that for a matrix."""
-    if node.op not in ("call_function", "call_method") or not node.args:
-        return None
-    inner, *rest = *node.args, *node.kwargs.values()
-    if not isinstance(inner, fx.Node) or not _is_transpose(node.target, rest):
-        return None
-    return inner
-
-
-def _is_transpose(target: object, rest: list[Argument]) -> bool:
-    if target is getattr:
-        return rest[0] in ("T", "mT")
-    if target in _TURNS:
-        return not rest
-    if target in _PERMUTES and len(rest) == 1 and isinstance(rest[0], (list, tuple)):
-        rest = list(rest[0])
-    axes = [axis % 2 if isinstance(axis, int) else axis for axis in rest]
-    if target in _SWAPS:
-        return axes in ([0, 1], [1, 0])
-    return target in _PERMUTES and axes == [1, 0]
 
 
 def is_written(gm: fx.GraphModule, node: fx.Node) -> bool:

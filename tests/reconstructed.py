@@ -75,6 +75,7 @@ ON_COLUMNS: dict[str, Read] = {
     "permute": lambda m, x: x @ m.weight.permute(1, 0),
     "permute-list": lambda m, x: x @ torch.permute(m.weight, (1, 0)),
     "swapaxes": lambda m, x: x @ m.weight.swapaxes(1, 0),
+    "same-axes": lambda m, x: F.linear(x, m.weight.permute(0, 1)),
     "thrice": lambda m, x: x @ m.weight.t().T.mT,
     "addmm": lambda m, x: torch.addmm(m.bias, x, m.weight.t()),
     "addmm-method": lambda m, x: m.bias.addmm(x, m.weight.t()),

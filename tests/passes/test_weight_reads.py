@@ -131,12 +131,15 @@ def test_a_core_that_is_written_to(make):
 
 OTHER_READS: dict[str, Read] = {
     "left": lambda m, x: m.weight @ x.t(),
-    "rows": lambda m, x: F.linear(x, m.weight[:4]),
-    "part": lambda m, x: F.linear(x, m.weight.chunk(2)[0]),
+    "every-second-row": lambda m, x: F.linear(x, m.weight[::2]),
+    "chosen-rows": lambda m, x: F.linear(x, m.weight[[0, 1]]),
+    "one-row": lambda m, x: F.linear(x, m.weight[2]),
+    "no-rows": lambda m, x: F.linear(x, m.weight[4:4]),
+    "rows-that-are-not-there": lambda m, x: F.linear(x, m.weight.narrow(0, 8, 4)),
+    "rows-by-activations": lambda m, x: F.linear(x, m.weight.narrow(0, x.shape[0], 2)),
     "factor": lambda m, x: torch.addmm(m.bias, x, m.weight.t(), alpha=2),
     "einsum": lambda m, x: torch.einsum("bi,oi->bo", x, m.weight),
     "detached": lambda m, x: F.linear(x, m.weight.detach()),
-    "same-axes": lambda m, x: F.linear(x, m.weight.permute(0, 1)),
     "sum": lambda m, x: m.weight.sum() + x,
 }
 OTHER_LOOKUPS: dict[str, Read] = {
