@@ -134,6 +134,8 @@ def worth_sharing(spec: TTSpec, nodes: Sequence[fx.Node]) -> Form:
         spec: Shape of each.
         nodes: Their ``tt_linear`` nodes.
     """
+    if any(node.kwargs.get("memory_limit_bytes") is not None for node in nodes):
+        return "own"  # only plans of single layers know their peak
     values = (node.all_input_nodes[0].meta.get("val") for node in nodes)
     inputs = [value for value in values if value is not None]
     rows = [value.numel() // max(value.shape[-1], 1) for value in inputs if value.dim()]

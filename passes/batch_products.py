@@ -19,7 +19,7 @@ from comera_fx.passes.weight_only import (
 from comera_fx.replay import VALUE_KEYS, value_of
 
 aten = torch.ops.aten
-_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _VALUE = VALUE_KEYS[1]
 
 
@@ -164,8 +164,7 @@ class _Batches:
         view = batched_view(nodes)
         if view is not None:
             inner = self._together([node.args[0] for node in nodes])
-            target = aten.transpose.int if nodes[0].target is aten.t.default else nodes[0].target
-            return graph.call_function(target, (inner, *view))
+            return graph.call_function(batched_target(nodes[0]), (inner, *view))
         if len(set(nodes)) == 1:
             return graph.call_function(aten.expand.default, (nodes[0], [count, -1, -1]))
         return graph.call_function(aten.stack.default, (list(nodes),))
@@ -178,16 +177,16 @@ def batched_view(nodes: Sequence[fx.Node]) -> tuple[Any, ...] | None:
         nodes: Views of one form, of the tensors in a batch.
 
     Returns:
-        ``None`` where they are no views, or of different forms. For ``t`` they are the arguments
-        of a ``transpose``.
+        ``None`` where they are no views, or of different forms, or of tensors that are not alike.
+        They are for ``batched_target``.
     """
     first = nodes[0]
     if len({(node.target, repr(node.args[1:]), repr(node.kwargs)) for node in nodes}) > 1:
         return None
-    if first.op != "call_function" or first.kwargs:
+    if first.op != "call_function" or first.kwargs or not _are_alike(nodes):
         return None
     rest: Any = first.args[1:]
-    if first.target in _RESHAPES:
+    if first.target in RESHAPES:
         sizes = rest[0]
         is_known = all(isinstance(size, int) and size >= 0 for size in sizes)
         return ([len(nodes), *sizes],) if is_known else None
@@ -197,6 +196,31 @@ def batched_view(nodes: Sequence[fx.Node]) -> tuple[Any, ...] | None:
     if first.target is aten.transpose.int:
         return tuple(axis + 1 if axis >= 0 else axis for axis in rest)
     return (1, 2) if first.target is aten.t.default else None
+
+
+def batched_target(view: fx.Node) -> torch._ops.OpOverload:
+    """Return the operator that makes of a batch what a view makes of one tensor.
+
+    A reshape, since of a batch with gaps in memory it may have to be a copy.
+    """
+    if view.target in RESHAPES:
+        return aten.reshape.default
+    if view.target is aten.t.default:
+        return aten.transpose.int
+    assert isinstance(view.target, torch._ops.OpOverload)
+    return view.target
+
+
+def _are_alike(views: Sequence[fx.Node]) -> bool:
+    """Whether views are of tensors of one shape, dtype and device, so that these can be stacked."""
+    forms = set()
+    for view in views:
+        inner = view.args[0] if view.args else None
+        value = inner.meta.get(_VALUE) if isinstance(inner, fx.Node) else None
+        if not isinstance(value, Tensor):
+            return False
+        forms.add((str(value.shape), value.dtype, value.device))
+    return len(forms) == 1
 
 
 def _kept_meta(node: fx.Node) -> dict[str, Any]:

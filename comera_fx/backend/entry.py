@@ -62,7 +62,8 @@ def comera(
     # What a pass traces is none of the caller's, whose hooks would save it, as a checkpoint does.
     with _dumped(chosen.dump, graph), _disable_saved_tensors_hooks_during_tracing():
         lowered = lower_graph(graph, lowering_passes(chosen.disable), watchers=active_watchers())
-    count("expanded", num_layers - sum(1 for _ in _operators(lowered)))
+    left = sum(1 for _ in _operators(lowered))
+    count("expanded", max(num_layers - left, 0))
     if chosen.freeze:
         compiled = frozen(lowered, example_inputs, lambda g, x: compile_graph(g, x, chosen))
     else:

@@ -13,6 +13,7 @@ from comera_fx.backend.graph import forget_weights
 from comera_fx.errors import ConfigError
 from comera_fx.passes.regions import SWITCHES
 from comera_fx.passes.weight_only import WeightOnly, erase_unused
+from comera_fx.passes.weight_reads import may_return_view
 from comera_fx.replay import VALUE_KEYS
 
 Compiled = Callable[..., Any]
@@ -23,14 +24,13 @@ Compile = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
 def frozen(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_one: Compile) -> Compiled:
     """Compile a planned graph whose messages of weights alone are made once and kept.
 
-    They are made again when a weight was changed in place or is another tensor.
+    They are made again when a weight was changed in place or is another tensor. A write that torch
+    does not record, such as one to ``weight.data``, goes unnoticed.
 
     Args:
         gm: The graph; changed.
         example_inputs: What it takes.
         compile_one: Compiles a graph, given what it takes.
-
-    A write that torch does not record, such as one to ``weight.data``, goes unnoticed.
 
     Raises:
         ConfigError: If a weight requires a gradient, or was made in inference mode.
@@ -149,16 +149,32 @@ def _rest(
     gm: fx.GraphModule, placeholders: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, list[int]]:
     """Return the graph that takes some nodes as inputs, and which of the old inputs it keeps."""
-    last = placeholders[-1]
+    last, kept = placeholders[-1], set()
     for node in outputs:
         with gm.graph.inserting_after(last):
             last = gm.graph.placeholder(f"kept_{node.name}")
         last.meta = {key: node.meta[key] for key in VALUE_KEYS if key in node.meta}
         node.replace_all_uses_with(last)
+        kept.add(last)
     erase_unused(outputs)
+    _return_copies(gm.graph, kept)
     places = [place for place, node in enumerate(placeholders) if node.users]
     for node in placeholders:
         if not node.users:
             gm.graph.erase_node(node)
     gm.recompile()
     return gm, places
+
+
+def _return_copies(graph: fx.Graph, kept: set[fx.Node]) -> None:
+    """Let the graph return copies of what is kept: the caller may change what it gets."""
+    output = graph.output_node()
+    for node in output.all_input_nodes:
+        source = node
+        while source not in kept and may_return_view(source) and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        if source in kept:
+            with graph.inserting_before(output):
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            output.replace_input_with(node, copy)

@@ -98,7 +98,7 @@ def _operators(gm: fx.GraphModule, example_inputs: list[Any], *, fallback_random
     def counted(kind: str) -> Callable[..., Compiled]:
         def compile_one(part: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
             count(f"{kind}_graphs")
-            return boxed(part, inputs)
+            return boxed(part, inputs, is_backward=kind == "backward")
 
         return compile_one
 

@@ -48,15 +48,19 @@ _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _VIEWS = (*_RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default)
 
 
-def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def boxed(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, is_backward: bool = False
+) -> Callable[..., Any]:
     """Return a function that runs a graph operator by operator, freeing what is used up.
 
     Args:
         gm: A graph of AOTAutograd; changed.
         example_inputs: What it takes.
+        is_backward: Whether it is a backward graph, whose products for weights can wait.
     """
     simplify_views(gm.graph)
-    batch_late_products(gm.graph)
+    if is_backward:
+        batch_late_products(gm.graph)
     join_selects(gm.graph)
     reuse_operands(gm.graph)
     call_directly(gm.graph)

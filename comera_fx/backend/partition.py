@@ -54,7 +54,7 @@ def mark_recomputed(joint: fx.GraphModule) -> int:
     """Mark the messages of weights alone that the backward pass makes again; return how many."""
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
     chosen = [node for node in nodes if is_weight_only(node)]
-    if not chosen or sum(map(_flops, chosen)) > CHEAP * sum(map(_flops, nodes)):
+    if not chosen or sum(map(_multiply_adds, chosen)) > CHEAP * sum(map(_multiply_adds, nodes)):
         return 0
     writer, _ = partitioners._is_functional_graph(joint.graph)  # type: ignore[attr-defined]
     if writer is not None:  # torch makes nothing again in a graph that writes
@@ -64,8 +64,8 @@ def mark_recomputed(joint: fx.GraphModule) -> int:
     return len(chosen)
 
 
-def _flops(node: fx.Node) -> int:
-    """Return multiply-adds of a product of matrices, 0 for all else."""
+def _multiply_adds(node: fx.Node) -> int:
+    """Return multiply-adds of a product of matrices, 0 for all else; unknown sizes count as 1."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     if name not in _PRODUCTS:
         return 0

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -21,8 +22,22 @@ _IN_PLACE: dict[object, Any] = {
     aten.tanh.default: aten.tanh_.default,
     aten.relu.default: aten.relu_.default,
 }
-_UNTOLD = (aten.reshape.default, aten._unsafe_view.default, aten.contiguous.default)
-"""Operators that may hand their input's memory on, though their schemas do not say so."""
+_FRESH = {
+    "add", "sub", "mul", "div", "neg", "reciprocal", "sqrt", "rsqrt", "pow", "exp", "log", "tanh",
+    "sigmoid", "relu", "gelu", "silu", "clamp", "where", "threshold", "gelu_backward",
+    "silu_backward", "tanh_backward", "sigmoid_backward", "threshold_backward",
+    "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm",
+    "_fused_rms_norm_backward", "mm", "bmm", "addmm", "baddbmm", "mv", "dot", "sum", "mean", "var",
+    "cat", "stack", "clone", "_to_copy", "_softmax", "_log_softmax", "_softmax_backward_data",
+    "_log_softmax_backward_data", "embedding", "embedding_dense_backward", "index_select",
+    "index_add", "gather", "scatter_add", "randint", "bernoulli", "native_dropout",
+    "native_dropout_backward", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full",
+    "constant_pad_nd", "slice_backward", "select_backward",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+}  # fmt: skip
+"""Operators whose results are memory of their own. Others may hand on what they read, whatever
+their schemas say."""
 _COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
 
 
@@ -44,8 +59,8 @@ def reuse_operands(graph: fx.Graph) -> int:
             if memory.is_free(operand, place, node):
                 if node.args[0] is not operand:
                     node.args = (operand, node.args[0], *node.args[2:])
-                node.target = _IN_PLACE[node.target]
                 memory.join(node, operand)
+                node.target = _IN_PLACE[node.target]
                 num_reused += 1
                 break
     return num_reused
@@ -62,6 +77,7 @@ class _Memory:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._roots: dict[fx.Node, fx.Node] = {}
+        self._items: dict[tuple[fx.Node, object], fx.Node] = {}
         self._last: dict[fx.Node, int] = {}
         for place, node in enumerate(graph.nodes):
             for given in node.all_input_nodes:
@@ -75,15 +91,24 @@ class _Memory:
         inputs = node.all_input_nodes
         if not inputs or node.op == "output":
             return node
-        if isinstance(node.target, torch._ops.OpOverload):
-            shares = any(result.alias_info is not None for result in node.target._schema.returns)
-            shares = shares or node.target in _UNTOLD
-            return self._roots[inputs[0]] if shares else node
-        source = inputs[0].target  # an item of several results
-        is_fresh = isinstance(source, torch._ops.OpOverload) and not any(
-            result.alias_info is not None for result in source._schema.returns
-        )
-        return node if is_fresh else self._roots[inputs[0]]
+        source = inputs[0] if node.target is operator.getitem else node
+        if _makes_memory(source):
+            if source is node:
+                return node
+            return self._items.setdefault((source, node.args[1]), node)
+        for given in inputs[1:]:  # in doubt it shares the memory of all
+            self._merge(self._roots[given], self._roots[inputs[0]])
+        return self._roots[inputs[0]]
+
+    def _merge(self, one: fx.Node, other: fx.Node) -> None:
+        """Take two pieces of memory for one, which stays the caller's if one of them is."""
+        if not _is_made_here(one):
+            one, other = other, one
+        if one is not other:
+            self._last[other] = max(self._last[one], self._last[other])
+            for node, root in self._roots.items():
+                if root is one:
+                    self._roots[node] = other
 
     def is_free(self, operand: fx.Node, place: int, node: fx.Node) -> bool:
         """Whether the node at ``place``, the last to read it, may write over an operand."""
@@ -100,19 +125,19 @@ class _Memory:
 
     def join(self, node: fx.Node, operand: fx.Node) -> None:
         """Note that a node's result now is its operand's memory."""
-        root, own = self._roots[operand], self._roots[node]
-        last = max(self._last[root], self._last[own])
-        for other, its_root in self._roots.items():
-            if its_root is own:
-                self._roots[other] = root
-        self._last[root] = last
+        self._merge(self._roots[node], self._roots[operand])
 
 
 def _is_made_here(root: fx.Node) -> bool:
     """Whether an operator of the graph made this memory, and not one that hands it on."""
-    return root.op == "call_function" and not isinstance(
-        root.target, torch._ops.HigherOrderOperator
-    )
+    return _makes_memory(root.args[0] if root.target is operator.getitem else root)
+
+
+def _makes_memory(node: object) -> bool:
+    target = node.target if isinstance(node, fx.Node) else None
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    return target._schema.name.removeprefix("aten::") in _FRESH
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

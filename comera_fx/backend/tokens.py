@@ -84,10 +84,9 @@ def _bind(calls: list[_Call]) -> int:
     chosen = next(each for each in intervals if hint in each)
     # A comparison with a symbol becomes a guard, so that another range is another graph. Within the
     # range both hold, whatever the example; 0 and 1 tokens are below it.
-    if chosen.first > 2:
-        assert bool(num_tokens >= chosen.first)
-    if chosen.last is not None:
-        assert bool(num_tokens <= chosen.last)
+    holds = chosen.first <= 2 or bool(num_tokens >= chosen.first)
+    holds = holds and (chosen.last is None or bool(num_tokens <= chosen.last))
+    assert holds, "the example's number of tokens is in the range chosen for it"
     return chosen.planned
 
 

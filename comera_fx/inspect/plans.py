@@ -101,6 +101,7 @@ def _plan_of_node(gm: fx.GraphModule, node: fx.Node) -> Plan | None:
         spec,
         rows if type(rows) is int else hint,
         config.objective,
+        memory_limit_bytes=given.get("memory_limit_bytes"),
         pad_ranks=config.pad_ranks,
         itemsize=cores[0].element_size(),
         device_type=cores[0].device.type,

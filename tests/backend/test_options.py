@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
 
+import comera_fx
 from comera_fx.backend import inner as inner_compilers
 from comera_fx.backend.inner import best_inner
 from comera_fx.backend.options import MODES, Options
@@ -24,6 +26,7 @@ from tests.backend.models import (
     floats,
     graph_breaks,
 )
+from tests.lossless import RANDOM
 
 X = floats(5, WIDTH)
 
@@ -191,3 +194,22 @@ def test_dump_never_writes_over_an_older_graph(tmp_path):
         torch._dynamo.reset()
         compiled(nn.Sequential(Stack(1)), dump=tmp_path)(X)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["graph_0", "graph_1"]
+
+
+def test_a_memory_limit_holds_for_equal_layers_too():
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    model = comera_fx.optimize(model, config=RANDOM)
+    compiled = torch.compile(model, backend="comera", options={"memory_limit_bytes": 1})
+    with pytest.raises(BackendCompilerFailed, match="stays below the memory limit"):
+        compiled(torch.randn(512, 64))
+
+
+def test_nothing_counts_as_expanded_without_the_pass():
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    model = comera_fx.optimize(model, config=RANDOM)
+    options = {"disable": ["ExpandPlan"], "inner": "aot_eager"}
+    x = torch.randn(512, 64)
+    compiled = torch.compile(model, backend="comera", options=options)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert counters["comera_fx"]["tt_layers"] == 6
+    assert counters["comera_fx"]["expanded"] == 0

@@ -125,3 +125,43 @@ def test_parts_of_one_tensor_share_its_memory():
         return (first + 1) @ second.t()
 
     assert reused(function, X, Y)[1] == []
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [
+        lambda y: y.unsafe_chunk(2)[0],
+        lambda y: y.unsafe_split_with_sizes([1, 2])[1],
+        lambda y: y.contiguous(),
+        lambda y: y.expand(3, 4),
+        lambda y: y.reshape(2, 6),
+        lambda y: y[1:],
+        lambda y: y.unbind(1)[2],
+        lambda y: y.detach(),
+        lambda y: aten._unsafe_view(y, [12]),
+        lambda y: y.diagonal(),
+        lambda y: y.as_strided([2], [1]),
+        lambda y: y.to(torch.float32),
+        lambda y: torch.view_as_real(torch.view_as_complex(y.view(3, 2, 2))),
+        lambda y: y.swapaxes(0, 1),
+        lambda y: y.squeeze(),
+        lambda y: y.real,
+    ],
+)
+def test_what_may_be_a_view_is_not_written_over(alias):
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        product = x * 2
+        view = alias(product)
+        return view, product + 1
+
+    assert reused(function, X, Y)[1] == []
+
+
+def test_memory_that_may_be_the_callers_is_not_written_over():
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        a, b = torch.broadcast_tensors(x, y * 2)
+        return (a + 1) * (b + 1)
+
+    gm, _ = reused(function, X, Y)
+    given = set(gm.graph.find_nodes(op="placeholder"))
+    assert not any(n.args[0] in given for n in gm.graph.nodes if "_." in str(n.target))
