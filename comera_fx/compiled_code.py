@@ -24,9 +24,10 @@ _noted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def note_code(parameters: Iterable[nn.Parameter]) -> None:
     """Remember that the function which dynamo compiles at the moment reads these parameters."""
-    code = _code_being_compiled()
-    if code is None:
+    root = function_being_compiled()
+    if root is None:
         return
+    code = root[0]
     _noted[code] = True
     for parameter in parameters:
         if parameter not in _codes:
@@ -34,14 +35,18 @@ def note_code(parameters: Iterable[nn.Parameter]) -> None:
         _codes[parameter][code] = True
 
 
-def _code_being_compiled() -> types.CodeType | None:
+def function_being_compiled() -> tuple[types.CodeType, dict[str, Any], dict[str, Any]] | None:
+    """Return code, local and global names of what dynamo compiles at the moment; ``None`` if not.
+
+    Dynamo tells a backend nothing of this but by its translator.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        code: types.CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
+        root = InstructionTranslator.current_tx().output.root_tx
+        return root.f_code, root.f_locals, root.f_globals
     except AttributeError:  # called by hand, or by another version of dynamo
         return None
-    return code
 
 
 def forget_code(parameters: Iterable[nn.Parameter]) -> None:

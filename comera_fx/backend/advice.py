@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch._dynamo.utils import counters
 
+from comera_fx.compiled_code import function_being_compiled
 from comera_fx.tt_module import TTModule
 
 WORTH_A_WORD = 1 << 16
@@ -46,28 +46,14 @@ def _is_optimised(model: nn.Module) -> bool:
 
 
 def _models_in_use() -> Iterator[nn.Module]:
-    """Yield the modules that the function being compiled, or a caller of it, has at hand.
+    """Yield the modules that the function being compiled has at hand.
 
     A graph break leaves a graph that tells nothing of the rest of the model.
     """
-    for value in (*_values_of_compiled_function(), *_values_of_callers()):
+    root = function_being_compiled()
+    if root is None:
+        return
+    code, local, world = root
+    for value in (*local.values(), *(world.get(name) for name in code.co_names)):
         if issubclass(type(value), nn.Module):  # the class itself: proxies may load what they hold
             yield value
-
-
-def _values_of_compiled_function() -> list[Any]:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        root = InstructionTranslator.current_tx().output.root_tx
-        names = root.f_code.co_names
-        return [*root.f_locals.values(), *(root.f_globals.get(name) for name in names)]
-    except AttributeError:  # called by hand, or by another version of dynamo
-        return []
-
-
-def _values_of_callers() -> Iterator[Any]:
-    frame = sys._getframe().f_back
-    while frame is not None:
-        yield from frame.f_locals.values()
-        frame = frame.f_back
