@@ -74,6 +74,20 @@ def spec_of(
     return spec.turned() if transposed else spec
 
 
+def operator_name(target: object) -> str | None:
+    """Return the name of the operator of ours that a graph's node calls, ``None`` for all else.
+
+    Example:
+        >>> operator_name(torch.ops.comera_fx.tt_linear.default)
+        'tt_linear'
+    """
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, "default", None)
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "comera_fx":
+        return None
+    return target._schema.name.removeprefix("comera_fx::")
+
+
 def _spec(
     layout: str, num_in_modes: int, cores: list[Tensor], transposed: bool = False
 ) -> tuple[TTSpec, list[Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -50,14 +50,15 @@ class ExpandPlan:
 
     def __call__(self, gm: fx.GraphModule) -> int:
         """Rewrite ``gm`` in place and return the number of operators expanded."""
-        calls = [(node, op) for node in gm.graph.nodes if (op := _operator_of(node)) is not None]
+        named = ((node, ops.operator_name(node.target)) for node in gm.graph.nodes)
+        calls = [(node, name) for node, name in named if name is not None]
         if not calls:
             return 0
         inliner = BodyInliner(gm)
         num_expanded = 0
-        for node, op in calls:
-            activations = _activations(node, op)
-            made = inliner.inline(node, getattr(ops, op._schema.name.split("::")[1]))
+        for node, name in calls:
+            activations = _activations(node, name)
+            made = inliner.inline(node, getattr(ops, name))
             if made is not None:
                 _mark(made, activations)
                 num_expanded += 1
@@ -74,19 +75,9 @@ def is_weight_only(node: fx.Node) -> bool:
     return not is_backward and WEIGHT_ONLY in node.meta.get("custom", {})
 
 
-def _operator_of(node: fx.Node) -> torch._ops.OpOverload | None:
-    """Return the operator of ours that a node calls."""
-    if node.op != "call_function":
-        return None
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, "default", None)
-    is_ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "comera_fx"
-    return target if is_ours else None
-
-
-def _activations(node: fx.Node, op: torch._ops.OpOverload) -> set[fx.Node]:
-    names = [argument.name for argument in op._schema.arguments]
+def _activations(node: fx.Node, operator: str) -> set[fx.Node]:
+    schema = getattr(torch.ops.comera_fx, operator).default._schema
+    names = [argument.name for argument in schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     found = [given[name] for name in _ACTIVATIONS if name in given]
     return {inner for inner in found if isinstance(inner, fx.Node)}

@@ -19,6 +19,7 @@ from comera_fx.backend.tokens import choose_tokens
 from comera_fx.compiled_code import note_code
 from comera_fx.inspect.dump import dump_graphs
 from comera_fx.lowering import lower_graph, lowering_passes
+from comera_fx.ops import operator_name
 from comera_fx.report import active_watchers
 
 LAYERS = ("tt_linear", "tt_embedding", "tt_dense")
@@ -80,8 +81,8 @@ def _operators(gm: fx.GraphModule, names: Sequence[str] = ()) -> Iterator[fx.Nod
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
-                namespace, _, name = str(node.target).partition(".")
-                if namespace == "comera_fx" and (not names or name.split(".")[0] in names):
+                name = operator_name(node.target)
+                if name is not None and (not names or name in names):
                     yield node
 
 

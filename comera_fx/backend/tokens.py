@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from comera_fx.backend.graph import VALUE
-from comera_fx.ops import spec_of
+from comera_fx.ops import operator_name, spec_of
 from comera_fx.plan.linear import bucket_tokens
 from comera_fx.plan.thresholds import token_intervals
 from comera_fx.spec import TTSpec
@@ -47,7 +47,7 @@ def choose_tokens(gm: fx.GraphModule, memory_limit_bytes: int | None = None) -> 
     calls = [call for module in gm.modules() for call in _calls(module)]
     if memory_limit_bytes is not None:
         for call in calls:
-            if _name(call.node) == "tt_linear":
+            if operator_name(call.node.target) == "tt_linear":
                 call.node.kwargs = {**call.node.kwargs, "memory_limit_bytes": memory_limit_bytes}
     symbolic = [call for call in calls if isinstance(call.num_tokens, torch.SymInt)]
     bound = _most_frequent(call for call in symbolic if call.spec is not None)
@@ -122,7 +122,7 @@ def _calls(module: torch.nn.Module) -> list[_Call]:
         return []
     found = []
     for node in module.graph.nodes:
-        name = _name(node)
+        name = operator_name(node.target)
         if name not in ("tt_linear", "tt_embedding"):
             continue
         value = node.all_input_nodes[0].meta.get(VALUE)
@@ -133,11 +133,6 @@ def _calls(module: torch.nn.Module) -> list[_Call]:
                 num_tokens = num_tokens * size
             found.append(_Call(node, num_tokens, _spec(node) if name == "tt_linear" else None))
     return found
-
-
-def _name(node: fx.Node) -> str:
-    namespace, _, name = str(node.target).partition(".")
-    return name.split(".")[0] if namespace == "comera_fx" else ""
 
 
 def _spec(node: fx.Node) -> TTSpec | None:

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._ops import OpOverload
 
 from comera_fx.modules import TTModule
+from comera_fx.ops import operator_name
 
 Kind = Literal["input", "output", "tt", "weights", "plain"]
 
@@ -221,7 +222,7 @@ def _kind(group: Sequence[fx.Node], on_cores: set[fx.Node]) -> Kind:
 def _runs_cores(gm: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         return isinstance(gm.get_submodule(str(node.target)), TTModule)
-    return str(node.target).startswith("comera_fx.") or "tt_spec" in node.meta
+    return operator_name(node.target) is not None or "tt_spec" in node.meta
 
 
 def _label(gm: fx.GraphModule, node: fx.Node) -> str:

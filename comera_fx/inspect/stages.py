@@ -10,6 +10,7 @@ from torch import fx, nn
 from comera_fx.capture import capture
 from comera_fx.errors import ConfigError
 from comera_fx.lowering import lowering_passes
+from comera_fx.ops import operator_name
 from comera_fx.passes.pipeline import Pass, numerics_of, run_pipeline
 from comera_fx.report import active_watchers
 
@@ -128,4 +129,4 @@ def _after(graph_pass: Pass, gm: fx.GraphModule) -> tuple[fx.GraphModule, str]:
 
 
 def _runs_cores(node: fx.Node) -> bool:
-    return str(node.target).startswith("comera_fx.")
+    return operator_name(node.target) is not None
