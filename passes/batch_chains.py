@@ -128,6 +128,7 @@ class _Group(NamedTuple):
         dtype: Of the cores.
         devices: Where they are.
         state: The state of gradients and autocast in which the calls run.
+        trained: Which cores require gradients.
     """
 
     spec: TTSpec
@@ -136,6 +137,7 @@ class _Group(NamedTuple):
     dtype: torch.dtype
     devices: tuple[str, ...]
     state: State
+    trained: tuple[bool, ...]
 
 
 def _call_of(node: fx.Node) -> _Call | None:
@@ -167,10 +169,13 @@ def _group_of(weights: WeightOnly, call: _Call) -> _Group | None:
     state = weights.state(call.node)
     if 0 in spec.ranks or not weights.are_made_in(state, call.cores):
         return None
+    if spec.in_size != call.in_features and weights.is_written(call.input):
+        return None  # the padded copy that its own plan keeps stays what it was
+    trained = tuple(weights.train([core]) for core in call.cores)
     sizes = (call.in_features, call.out_features)
     if call.transposed:
         spec, sizes = spec.turned(), sizes[::-1]
-    return _Group(spec, *sizes, known[0].dtype, tuple(sorted(devices)), state)
+    return _Group(spec, *sizes, known[0].dtype, tuple(sorted(devices)), state, trained)
 
 
 def _key(weights: WeightOnly, call: _Call) -> tuple[Hashable, ...]:

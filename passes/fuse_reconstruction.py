@@ -14,8 +14,10 @@ from comera_fx.modules import DEFAULT_NUM_TOKENS
 from comera_fx.ops import spec_of
 from comera_fx.passes.match import replace_call
 from comera_fx.passes.part_factors import PartFactors
+from comera_fx.passes.regions import states_of
 from comera_fx.passes.weight_parts import Reconstruction, WeightPart, is_view, part_of
-from comera_fx.passes.weight_reads import WeightRead, is_written, weight_read_of
+from comera_fx.passes.weight_reads import WeightRead, weight_read_of
+from comera_fx.passes.writes import changes_between, is_written
 from comera_fx.replay import VALUE_KEYS, value_of
 from comera_fx.spec import TTSpec
 
@@ -68,7 +70,8 @@ class FuseReconstruction:
     Numerics: keeps them, up to rounding.
     Leaves alone: any other reader of the matrix, and with it the ``tt_dense``; parts of a matrix
     in layout "ttm", which is not cut at one bond, slices with a step, and empty parts; a weight,
-    part or core that something in the graph may write to; products with a factor; look-ups with
+    part or core that something in the graph may write to, or that is made in another state of
+    gradients than it is read in; products with a factor; look-ups with
     ``max_norm``, ``scale_grad_by_freq`` or ``sparse``.
 
     Source:
@@ -80,12 +83,15 @@ class FuseReconstruction:
     def __call__(self, gm: fx.GraphModule) -> int:
         """Rewrite ``gm`` in place and return the number of nodes that now read the cores."""
         num_rewrites = 0
-        factors = PartFactors(gm)
+        factors, states = PartFactors(gm), states_of(gm)
         for node in list(gm.graph.nodes):
             read = weight_read_of(node)
             part = None if read is None else part_of(read.weight)
-            if read is None or part is None or not _is_safe(gm, read, part):
+            if read is None or part is None or not _is_safe(gm, node, read, part):
                 continue
+            made_in = [part.dense.node, *part.views, *([node] if part.is_whole else ())]
+            if len({(states[each].grad, states[each].inference) for each in made_in}) > 1:
+                continue  # gradients would reach the cores where they did not, or the other way
             weight = _Weight(part, _spec(gm, part.dense), read.by_columns == part.is_turned)
             with gm.graph.inserting_before(node):
                 insert = _insert_lookup if read.is_lookup else _insert_product
@@ -97,14 +103,16 @@ class FuseReconstruction:
         return num_rewrites
 
 
-def _is_safe(gm: fx.GraphModule, read: WeightRead, part: WeightPart) -> bool:
+def _is_safe(gm: fx.GraphModule, node: fx.Node, read: WeightRead, part: WeightPart) -> bool:
     dense = part.dense
     if not part.is_whole and dense.layout != "tt":
         return False
     num_rows = len(part.columns if part.is_turned else part.rows)
     if read.padding_idx is not None and not -num_rows <= read.padding_idx < num_rows:
         return False
-    return not any(is_written(gm, node) for node in (dense.node, *dense.cores))
+    if any(is_written(gm, held) for held in (dense.node, *dense.cores)):
+        return False
+    return not any(changes_between(gm, core, dense.node, node) for core in dense.cores)
 
 
 def _erase_unused(weight: fx.Node) -> None:

@@ -12,13 +12,12 @@ from torch import fx
 
 from comera_fx.passes.weight_only import (
     WeightOnly,
-    changes_between,
     erase_unused,
     may_reorder,
     move_before,
     stands_before,
 )
-from comera_fx.passes.weight_reads import is_written
+from comera_fx.passes.writes import changes_between, is_written, may_return_view
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,8 @@ class ShareInput:
         %k = call_function[getitem](%results, 1)
 
     The merged node stands at the first one's place; factors and biases that came later move up
-    with it. Results of equal factors and bias are one, unless something may write to them.
+    with it. Results of equal factors and bias are one, unless they are returned or something may
+    write to them.
 
     Numerics: keeps them, up to rounding.
     Leaves alone: a node with factors or a bias that come later and depend on more than weights,
@@ -131,6 +131,8 @@ def _can_join(gm: fx.GraphModule, weights: WeightOnly, apply: _Apply, other: _Ap
     first = other.node
     if (apply.heads is None) != (other.heads is None):
         return False
+    if weights.train(apply.lefts) != weights.train(other.lefts):
+        return False  # one product of both would require gradients where one layer needs none
     state = weights.state(first)
     if weights.state(apply.node) != state or not weights.are_made_in(state, apply.weights()):
         return False
@@ -147,15 +149,27 @@ def _merge(gm: fx.GraphModule, weights: WeightOnly, group: Sequence[_Apply]) -> 
     known: dict[object, int] = {}
     for apply in group:
         for number, layer in enumerate(apply.layers()):
-            is_alone = any(
-                is_written(gm, user) for user in apply.node.users if _place_of(user) == number
-            )
+            users = [user for user in apply.node.users if _place_of(user) == number]
+            is_alone = any(is_written(gm, user) or _is_returned(user) for user in users)
             key = (apply.node, number) if is_alone else _key(weights, layer)
             if key not in known:
                 known[key] = len(layers)
                 layers.append(layer)
             places[apply.node, number] = known[key]
     _replace(group, layers, places)
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Whether the graph may return a node's memory, which the caller may write to."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and may_return_view(user):
+                seen.add(user)
+                waiting.append(user)
+    return False
 
 
 def _key(weights: WeightOnly, layer: _Layer) -> object:

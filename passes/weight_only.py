@@ -10,13 +10,7 @@ from torch import Tensor, fx
 
 from comera_fx import ops as ops  # registers the operators
 from comera_fx.passes.regions import State, states_of
-from comera_fx.passes.weight_reads import (
-    IN_PLACE,
-    is_writer,
-    is_written,
-    may_return_view,
-    writers_of,
-)
+from comera_fx.passes.writes import is_written, works_in_place
 from comera_fx.replay import value_of
 
 _LAYERS: tuple[object, ...] = tuple(
@@ -39,27 +33,6 @@ def may_reorder(gm: fx.GraphModule) -> bool:
     Not so in a module graph, whose calls all name one input.
     """
     return not type(gm).__name__.startswith("ModuleGraph")
-
-
-def changes_between(gm: fx.GraphModule, node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
-    """Whether something from ``first`` to ``last`` may write to what ``node`` holds.
-
-    By the node itself, or by what it may be a view of.
-    """
-    writers = set()
-    while (first := first.next) is not last:
-        if is_writer(gm, first):
-            writers.add(first)
-    seen, waiting = {node}, [node] if writers else []
-    while waiting:
-        held = waiting.pop()
-        if not writers.isdisjoint(writers_of(gm, held)):
-            return True
-        if held.op not in ("placeholder", "get_attr") and may_return_view(held):
-            new = [inner for inner in held.all_input_nodes if inner not in seen]
-            seen.update(new)
-            waiting += new
-    return False
 
 
 def stands_before(node: fx.Node, place: fx.Node) -> bool:
@@ -188,6 +161,14 @@ class WeightOnly:
         """Return the devices of the weights that a node computes from."""
         return tuple(sorted({str(weight.device) for weight in self._weights(node)}))
 
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether some node may change in place what a node holds."""
+        return is_written(self._gm, node)
+
+    def train(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether some of the weights that nodes compute from require gradients."""
+        return any(weight.requires_grad for node in nodes for weight in self._weights(node))
+
     def _weights(self, node: fx.Node) -> Iterator[Tensor]:
         held = value_of(self._gm, node)
         if isinstance(held, Tensor):
@@ -209,11 +190,9 @@ def _is_pure(node: fx.Node) -> bool:
     package, _, name = _qualified_name(node).rpartition(".")
     if package.split(".")[0] not in _PACKAGES or node.is_impure():
         return False
-    is_write = name.endswith("_") and not name.endswith("__")
-    if is_write or node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+    if node.kwargs.get("out") is not None or works_in_place(node):
         return False
-    in_place = node.op == "call_function" and node.target in IN_PLACE
-    return not in_place and not any(part in name for part in _RANDOM)
+    return not any(part in name for part in _RANDOM)
 
 
 def _qualified_name(node: fx.Node) -> str:

@@ -50,12 +50,14 @@ class WeightPart:
         rows: Which of its rows, one after another.
         columns: Which of its columns, likewise.
         is_turned: Whether the part is transposed.
+        views: The nodes between the matrix and the part.
     """
 
     dense: Reconstruction
     rows: range
     columns: range
     is_turned: bool
+    views: tuple[fx.Node, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -88,7 +90,7 @@ def part_of(node: fx.Node) -> WeightPart | None:
     num_rows, num_columns = value.shape[::-1] if is_turned else value.shape
     row, column = divmod(int(value.storage_offset()), step)
     rows, columns = range(row, row + num_rows), range(column, column + num_columns)
-    return WeightPart(dense, rows, columns, is_turned)
+    return WeightPart(dense, rows, columns, is_turned, tuple(views))
 
 
 def is_view(node: fx.Node) -> bool:

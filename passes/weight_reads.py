@@ -1,16 +1,14 @@
-"""Which nodes read a matrix as a layer does, and which may write to one."""
+"""Which nodes read a matrix as a layer does."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.fx.node import Argument
 
 from comera_fx import ops as ops  # registers the operators
 
@@ -41,12 +39,6 @@ _EMBEDDING: dict[object, str] = {
     aten.embedding.default: "weight indices padding_idx scale_grad_by_freq sparse",
 }
 _READS = (_LINEAR, _MATMUL, _ADDMM, _EMBEDDING)
-
-IN_PLACE = (
-    operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul,
-    operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift, operator.isub,
-    operator.itruediv, operator.ixor, operator.setitem,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,55 +110,3 @@ def arguments_of(node: fx.Node, names: str) -> dict[str, Any] | None:
     if len(node.args) > len(order) or not given.keys() <= set(order):
         return None
     return {name: given[name] for name in order if name in given}
-
-
-def is_written(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether some node may change in place what ``node`` holds; in doubt it may.
-
-    A reader that is rewritten to read the cores would miss such a change.
-    """
-    return any(True for _ in writers_of(gm, node))
-
-
-def writers_of(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
-    """Return the nodes that may change in place what ``node`` holds, by it or by its views."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        held = waiting.pop()
-        for user in held.users:
-            if _writes(gm, user, held):
-                yield user
-            if user not in seen and may_return_view(user):
-                seen.add(user)
-                waiting.append(user)
-
-
-def is_writer(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node may change in place something that it reads."""
-    return any(_writes(gm, node, held) for held in node.all_input_nodes)
-
-
-def _writes(gm: fx.GraphModule, user: fx.Node, held: fx.Node) -> bool:
-    if user.op == "call_module":
-        return bool(getattr(gm.get_submodule(str(user.target)), "inplace", False))
-    if isinstance(user.target, torch._ops.OpOverload):
-        return any(held is written for written in _written_arguments(user, user.target))
-    if user.kwargs.get("out") is held or user.kwargs.get("inplace"):
-        return True
-    name = str(user.target if user.op == "call_method" else getattr(user.target, "__name__", ""))
-    in_place = user.target in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return in_place and bool(user.args) and user.args[0] is held
-
-
-def _written_arguments(user: fx.Node, target: torch._ops.OpOverload) -> Iterator[Argument]:
-    for k, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = user.args[k] if k < len(user.args) else user.kwargs.get(argument.name)
-            yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
-def may_return_view(user: fx.Node) -> bool:
-    """Whether what ``user`` returns may share the memory of what it reads."""
-    if isinstance(user.target, torch._ops.OpOverload):
-        return any(result.alias_info is not None for result in user.target._schema.returns)
-    return user.op == "call_module" or not any(user.target in table for table in _READS)

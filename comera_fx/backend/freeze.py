@@ -13,7 +13,7 @@ from comera_fx.backend.graph import forget_weights
 from comera_fx.errors import ConfigError
 from comera_fx.passes.regions import SWITCHES
 from comera_fx.passes.weight_only import WeightOnly, erase_unused
-from comera_fx.passes.weight_reads import may_return_view
+from comera_fx.passes.writes import may_return_view
 from comera_fx.replay import VALUE_KEYS
 
 Compiled = Callable[..., Any]
