@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from comera_fx import sharing
 from comera_fx.capture import Captured, capture, tokens_seen
+from comera_fx.compiled_code import note_optimised
 from comera_fx.config import OptimizeConfig
 from comera_fx.errors import ConfigError, WeightError
 from comera_fx.lowering import lowering_passes
@@ -99,6 +100,7 @@ def optimize(
     layers = {choice.candidate.name: _recorded(choice) for choice in recorded}
     if config.share:
         sharing.install(result, *_that_may_share(result, captured))
+    note_optimised(result.parameters())
     attach_record(result, capture=captured.kind, notes=captured.notes, layers=layers)
     return result
 

@@ -135,6 +135,11 @@ def plan(
         if svg is not None:
             _write(plan_svg(found), svg, "the picture cannot be written", "--svg")
     typer.echo(str(found))
+    if (spec.in_size, spec.out_size) != (in_size, out_size):
+        typer.echo(
+            f"The modes make up {spec.in_size:,} to {spec.out_size:,}: what is more than "
+            f"{in_size:,} to {out_size:,} is padding, and counted in all figures, dense ones too."
+        )
     if ways:
         Console().print(comparison_table(ways), highlight=False)
     if svg is not None:
@@ -206,7 +211,7 @@ def _errors_shown() -> Iterator[None]:
         from rich.markup import escape
 
         text = f"[red]Error:[/] {escape(str(error))}"
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
 

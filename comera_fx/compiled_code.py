@@ -20,6 +20,7 @@ CORE = "core_0"
 # Code is compared by identity: equal code of two functions is compiled twice.
 _codes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _noted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_optimised: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note_code(parameters: Iterable[nn.Parameter]) -> None:
@@ -33,6 +34,17 @@ def note_code(parameters: Iterable[nn.Parameter]) -> None:
         if parameter not in _codes:
             _codes[parameter] = WeakIdKeyDictionary()
         _codes[parameter][code] = True
+
+
+def note_optimised(parameters: Iterable[nn.Parameter]) -> None:
+    """Remember that parameters belong to a model with layers in TT form, dense ones too."""
+    for parameter in parameters:
+        _optimised[parameter] = True
+
+
+def is_of_optimised(parameter: nn.Parameter) -> bool:
+    """Whether ``note_optimised`` was told of a parameter."""
+    return parameter in _optimised
 
 
 def function_being_compiled() -> tuple[types.CodeType, dict[str, Any], dict[str, Any]] | None:

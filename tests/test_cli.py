@@ -233,3 +233,10 @@ def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
         "  mend:     name another with --svg",
     ]
     assert result.stdout == ""
+
+
+def test_padding_in_a_plan_is_told():
+    padded = invoke("plan", "--in", 768, "--out", 768, "--modes", "12x8x8:12x8x9", "--tokens", 16)
+    assert "The modes make up 768 to 864: what is more than 768 to 768 is padding" in padded.output
+    whole = invoke("plan", "--in", 768, "--out", 768, "--modes", "12x8x8:12x8x8", "--tokens", 16)
+    assert "padding, and counted" not in whole.output

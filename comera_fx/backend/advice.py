@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch._dynamo.utils import counters
 
-from comera_fx.compiled_code import function_being_compiled
+from comera_fx.compiled_code import function_being_compiled, is_of_optimised
 from comera_fx.tt_module import TTModule
 
 WORTH_A_WORD = 1 << 16
@@ -23,12 +23,13 @@ def tell_of_optimize(example_inputs: Sequence[Any]) -> None:
         example_inputs: What the graph takes, parameters among it.
     """
     seen = counters["comera_fx"]
-    if seen["tt_layers"] or seen["dense_warnings"]:
+    if seen["dense_warnings"]:
         return
-    matrices = [x for x in example_inputs if isinstance(x, nn.Parameter) and x.dim() > 1]
+    parameters = [x for x in example_inputs if isinstance(x, nn.Parameter)]
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     if sum(int(matrix.numel()) for matrix in matrices) < WORTH_A_WORD:
         return
-    if any(map(_is_optimised, _models_in_use())):
+    if any(map(is_of_optimised, parameters)) or any(map(_is_optimised, _models_in_use())):
         return
     seen["dense_warnings"] += 1
     shapes = ", ".join(str(tuple(matrix.shape)) for matrix in matrices[:3])

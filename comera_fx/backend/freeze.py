@@ -59,7 +59,7 @@ def _refuse_training(example_inputs: Sequence[Any]) -> None:
     trained = [x for x in example_inputs if isinstance(x, nn.Parameter) and x.requires_grad]
     if trained:
         raise ConfigError(
-            "freeze computes with weights once, while these are being trained",
+            "freeze computes with weights once, and these may still be trained",
             got=f"{len(trained)} parameters that require gradients, such as one of shape "
             f"{tuple(trained[0].shape)}",
             expected="parameters that require none",

@@ -72,7 +72,9 @@ class Options:
             "option disable is no list of passes",
             names,
             "a list of names",
-            "write disable=['BatchChains']",
+            f"write disable=[{names!r}]"
+            if isinstance(names, str)
+            else "write disable=['ShareInput']",
         )
         given["disable"] = tuple(names)
         made = cls(**given, mode=mode or "default")

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import comera_fx
+from comera_fx.config import OptimizeConfig
 from comera_fx.modules import TTEmbedding, TTLinear
 from tests.backend.models import (
     CONFIG,
@@ -155,6 +156,14 @@ def test_a_dense_model_is_pointed_to_optimize_once(breaks):
         assert_as_eager(fast, model, x)
     assert_as_eager(fast, model, floats(4, LARGE))  # another graph, and no word of it
     assert counted("dense_warnings", "tt_layers") == [1, 0]
+
+
+def test_the_model_that_was_optimised_in_a_copy_is_pointed_out_too():
+    model, x = Dense(), floats(3, LARGE)
+    optimised = comera_fx.optimize(model, config=OptimizeConfig(init="random", max_rank=4))
+    compiled(optimised)(x)
+    with pytest.warns(UserWarning, match=r"comera_fx.optimize\(model\)"):
+        compiled(model)(x)
 
 
 def test_a_dense_model_trains_on_its_own_parameters():
