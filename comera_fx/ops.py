@@ -6,7 +6,7 @@ decomposed by itself for autograd, compilers and transforms. The body runs the p
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, cast
 
@@ -16,7 +16,13 @@ from torch import Tensor
 
 from comera_fx import lower
 from comera_fx.config import Objective
-from comera_fx.errors import InputError
+from comera_fx.op_inputs import (
+    autocasted,
+    can_look_at,
+    check_ids,
+    check_linear_input,
+    no_autocast,
+)
 from comera_fx.spec import TTSpec
 
 _library: Any = torch.library.Library("comera_fx", "DEF")  # type: ignore[no-untyped-call]
@@ -149,8 +155,8 @@ def tt_linear(
     Source:
         Novikov, Podoprikhin, Osokin and Vetrov, "Tensorizing Neural Networks", NeurIPS 2015.
     """
-    x, cores, bias = _autocast(x, cores, bias)
-    _check_linear_input(x, cores, in_features)
+    x, cores, bias = autocasted(x, cores, bias)
+    check_linear_input(x, cores, in_features)
     spec, cores = _spec(layout, num_in_modes, cores, transposed)
     if _is_dead(spec):
         # Products with an empty middle: zero, and differentiable in x.
@@ -174,56 +180,6 @@ def tt_linear(
         return y
     y = y.narrow(-1, 0, out_features)
     return y.contiguous() if bias is None else y + bias
-
-
-def _check_linear_input(x: Tensor, cores: list[Tensor], in_features: int) -> None:
-    if x.ndim == 0 or x.shape[-1] != in_features:
-        raise InputError(
-            "input does not fit the TT linear layer",
-            got=f"a tensor of shape {tuple(x.shape)}",
-            expected=f"(..., {in_features}), the layer's in_features last",
-            mend="check the layer that makes this input",
-        )
-    _check_same_dtype(x, cores)
-
-
-def _check_same_dtype(x: Tensor, cores: list[Tensor]) -> None:
-    if x.dtype != cores[0].dtype:
-        to_x = f"model.to({x.dtype}) or " if x.is_floating_point() else ""
-        raise InputError(
-            "input and cores have different dtypes",
-            got=f"input {x.dtype}, cores {cores[0].dtype}",
-            expected="one dtype, or torch.autocast",
-            mend=f"use {to_x}x.to({cores[0].dtype})",
-        )
-
-
-def _is_autocast_on(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-
-
-def _autocast(
-    x: Tensor, cores: list[Tensor], bias: Tensor | None
-) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """Cast as ``F.linear`` would: an active autocast takes all but float64 to its dtype."""
-    device = x.device.type
-    if not _is_autocast_on(device):
-        return x, cores, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast_one(tensor: Tensor) -> Tensor:
-        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if eligible else tensor
-
-    return cast_one(x), [cast_one(c) for c in cores], None if bias is None else cast_one(bias)
-
-
-def _no_autocast(core: Tensor) -> AbstractContextManager[Any]:
-    """Rows and matrices keep the cores' dtype, as those of a dense layer do under autocast."""
-    device = core.device.type
-    if not _is_autocast_on(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 def tt_embedding(
@@ -264,15 +220,15 @@ def tt_embedding(
     Source:
         Hrinchuk et al., "Tensorized Embedding Layers", Findings of EMNLP 2020.
     """
-    _check_ids(ids, num_embeddings)
+    check_ids(ids, num_embeddings)
     spec, cores = _spec(layout, num_in_modes, cores, transposed)
     if _is_dead(spec):
         rows = cores[0].new_zeros(*ids.shape, embedding_dim)
     else:
-        if spec.in_size > num_embeddings and not _can_look_at(ids):
+        if spec.in_size > num_embeddings and not can_look_at(ids):
             # A row of the padding would be no error: send such ids off the end of the table.
             ids = torch.where(ids < num_embeddings, ids, spec.in_size)
-        with _no_autocast(cores[0]):
+        with no_autocast(cores[0]):
             rows = lower.embedding(ids, cores, spec, num_tokens_hint=num_tokens_hint)
         if spec.out_size != embedding_dim:
             rows = rows.narrow(-1, 0, embedding_dim).contiguous()
@@ -285,35 +241,6 @@ def _with_padding_row(
     if padding_row is None:
         return rows
     return torch.where((ids == padding_idx).unsqueeze(-1), padding_row, rows)
-
-
-def _can_look_at(ids: Tensor) -> bool:
-    """Whether the numbers are at hand without a wait, and not those of a tracer or transform."""
-    return (
-        type(ids) is Tensor
-        and ids.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
-def _check_ids(ids: Tensor, num_embeddings: int) -> None:
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise InputError(
-            "embedding ids are not int32 or int64",
-            got=f"ids of dtype {ids.dtype}",
-            expected="torch.int64 or torch.int32",
-            mend="use ids.long()",
-        )
-    if _can_look_at(ids) and ids.numel():
-        least, most = (int(bound) for bound in ids.aminmax())
-        if least < 0 or most >= num_embeddings:
-            raise InputError(
-                "embedding id out of range",
-                got=f"ids from {least} to {most}",
-                expected=f"0 to {num_embeddings - 1}",
-                mend="check the tokenizer's vocabulary against num_embeddings",
-            )
 
 
 def tt_dense(
@@ -329,7 +256,7 @@ def tt_dense(
     spec, cores = _spec(layout, num_in_modes, cores)
     if _is_dead(spec):
         return cores[0].new_zeros(out_features, in_features)
-    with _no_autocast(cores[0]):
+    with no_autocast(cores[0]):
         weight = lower.dense(cores, spec)
     if (spec.out_size, spec.in_size) == (out_features, in_features):
         return weight
@@ -372,14 +299,14 @@ def tt_factors(
     """
     assert layout == "tt", "only a weight in layout tt is cut at one bond"
     if autocast:
-        _, cores, _ = _autocast(cores[0], cores, None)
+        _, cores, _ = autocasted(cores[0], cores, None)
     shapes = [core.shape for core in cores[: len(cores) // num_layers]]
     if head_mode:
         head = torch.Size((shapes[num_in_modes - 1][-1], head_mode, shapes[num_in_modes][0]))
         shapes.insert(num_in_modes, head)
     spec = spec_of(layout, num_in_modes, tuple(tuple(map(int, shape)) for shape in shapes))
     features = (in_features, out_features)
-    with nullcontext() if autocast else _no_autocast(cores[0]):
+    with nullcontext() if autocast else no_autocast(cores[0]):
         lefts, rights = lower.factors(cores, spec, num_layers, features, without_head=head_mode > 0)
     return [*lefts, *rights]
 
@@ -410,10 +337,10 @@ def tt_apply(
         InputError: If the last axis of ``x`` or its dtype does not fit.
     """
     num = len(lefts)
-    x, factors, _ = _autocast(x, [*lefts, *rights, *(heads or ())], None)
+    x, factors, _ = autocasted(x, [*lefts, *rights, *(heads or ())], None)
     lefts, rights, held = factors[:num], factors[num : 2 * num], factors[2 * num :]
     biases = [bias if bias is None else bias.to(x.dtype) for bias in biases]
-    _check_linear_input(x, lefts, lefts[0].shape[0])
+    check_linear_input(x, lefts, lefts[0].shape[0])
     return lower.apply_factors(x, lefts, rights, biases, held or None)
 
 
@@ -440,8 +367,8 @@ def tt_rows(
     Raises:
         InputError: As ``tt_embedding`` does.
     """
-    _check_ids(ids, left.shape[0])
-    with _no_autocast(left):
+    check_ids(ids, left.shape[0])
+    with no_autocast(left):
         rows = F.embedding(ids, left) @ right
     return _with_padding_row(rows, ids, padding_row, padding_idx)
 

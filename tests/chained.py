@@ -69,3 +69,19 @@ def products_of(gm: nn.Module, x: Tensor) -> Products:
     with Products() as products:
         gm(x)
     return products
+
+
+class Cores(nn.Module):
+    """Reads cores that ``made`` makes of its parameters and of the input."""
+
+    def __init__(self, made) -> None:
+        super().__init__()
+        for k, core in enumerate(layer().cores):
+            self.register_parameter(f"core_{k}", nn.Parameter(core.detach().clone()))
+        self.made = made
+
+    def forward(self, x: Tensor) -> Tensor:
+        cores = [getattr(self, f"core_{k}") for k in range(4)]
+        y = torch.ops.comera_fx.tt_linear.default(x, cores, None, "tt", 2, 6, 6)
+        other = self.made(cores, x)
+        return torch.ops.comera_fx.tt_linear.default(y, other, None, "tt", 2, 6, 6)

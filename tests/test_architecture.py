@@ -16,7 +16,7 @@ FOLDERS = {
 PACKAGE = "__init__"  # the room of names that `from comera_fx import name` finds
 LAYERS = [  # lowest first; rooms on one line never import one another
     {"errors"},
-    {"config", "lazy", "compiled_code"},
+    {"config", "lazy", "compiled_code", "op_inputs"},
     {"spec"},
     {"kernels", "tt", "shapes"},
     {"plan"},
