@@ -22,8 +22,8 @@ from comera_fx.train.adaptable import (
     warn_if_out_of_reach,
     warn_of_death,
 )
+from comera_fx.train.resize import check_state, cut_ranks
 from comera_fx.train.select import Bond, ranks_to_give_up, spare
-from comera_fx.train.shrink import check_state, cut_ranks
 from comera_fx.train.size import SizeOf
 
 Stage = Literal["warmup", "early", "late"]
@@ -88,7 +88,7 @@ class RankAdapter:
         self.optimizer = optimizer
         self._layers = adaptable_layers(model, self.config)
         check_holds_cores(optimizer, self._layers)
-        check_state(optimizer, self._layers.items())
+        check_state([optimizer], self._layers.items())
         claim(self, self._layers)
         for layer in self._layers.values():
             layer.attach_rank_weights(self.config.threshold)
@@ -353,7 +353,7 @@ class RankAdapter:
     def _prune(self) -> None:
         if self._is_finite is not None and not bool(self._is_finite):
             return
-        check_state(self.optimizer, self._layers.items())
+        check_state([self.optimizer], self._layers.items())
         bonds = self._bonds()
         if self.target_size is not None:
             modes = {name: layer.spec.mode_sizes for name, layer in self._layers.items()}
@@ -369,7 +369,7 @@ class RankAdapter:
                 cut_ranks(
                     layer,
                     [torch.tensor(k, dtype=torch.long, device=device) for k in kept],
-                    self.optimizer,
+                    [self.optimizer],
                 )
                 cut += [*layer.cores, *layer.rank_weights]
         forget_code(cut)

@@ -10,7 +10,7 @@ from comera_fx.errors import RankError
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train.groups import param_groups
-from comera_fx.train.shrink import check_state, cut_ranks
+from comera_fx.train.resize import check_state, cut_ranks
 
 SPEC = TTSpec("tt", (3, 4), (2, 5), (1, 3, 6, 4, 1))
 KEPT = [torch.tensor([0, 2]), torch.tensor([1, 2, 5]), torch.tensor([3])]
@@ -45,8 +45,8 @@ def test_cores_and_state_are_exact_slices(optimizer_class, options):
     old_data = [p.detach().clone() for p in (*layer.cores, *layer.rank_weights)]
     identities = [id(p) for p in model.parameters()]
 
-    check_state(optimizer, [("0", layer)])
-    cut_ranks(layer, KEPT, optimizer)
+    check_state([optimizer], [("0", layer)])
+    cut_ranks(layer, KEPT, [optimizer])
 
     def sliced(k, tensor):
         if k >= 4:
@@ -75,7 +75,7 @@ def test_after_a_cut_live_parameters_move_and_frozen_ones_do_not(optimizer_class
     loss = model(torch.randn(5, 12)).square().mean()  # stays alive over the cut, as in a loop
     loss.backward()
     optimizer.step()
-    cut_ranks(model[0], KEPT, optimizer)
+    cut_ranks(model[0], KEPT, [optimizer])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for _ in range(2):
         optimizer.zero_grad()
@@ -96,13 +96,13 @@ def test_a_cut_of_dead_ranks_does_not_change_the_function():
             weight[mask] = 0.005
     x = torch.randn(7, 12)
     expected = model(x)
-    cut_ranks(layer, KEPT, optimizer)
+    cut_ranks(layer, KEPT, [optimizer])
     torch.testing.assert_close(model(x), expected)
 
 
 def test_an_empty_bond_empties_the_layer():
     model, optimizer = trained(torch.optim.AdamW)
-    cut_ranks(model[0], [KEPT[0], KEPT[1][:0], KEPT[2]], optimizer)
+    cut_ranks(model[0], [KEPT[0], KEPT[1][:0], KEPT[2]], [optimizer])
     assert model[0].spec.ranks == (1, 0, 0, 0, 1)
     optimizer.zero_grad()
     model(torch.randn(5, 12)).sum().backward()
@@ -115,7 +115,7 @@ def test_state_that_cannot_be_cut_is_refused_before_anything_changes():
     optimizer.state[core]["row_sums"] = torch.zeros(3, 2)
     before = core.detach().clone()
     with pytest.raises(RankError, match="'row_sums' of layer '0' cannot be cut"):
-        check_state(optimizer, [("0", model[0])])
+        check_state([optimizer], [("0", model[0])])
     assert torch.equal(core, before)
 
 
@@ -125,5 +125,5 @@ def test_accumulated_gradients_are_cut_too():
     model(torch.randn(5, 12)).sum().backward()
     core = model[0].core_1
     expected = core.grad[KEPT[0]][..., KEPT[1]].clone()
-    cut_ranks(model[0], KEPT, optimizer)
+    cut_ranks(model[0], KEPT, [optimizer])
     assert torch.equal(core.grad, expected)
