@@ -54,11 +54,10 @@ class Budget:
         self.start_steps = int(start_share * steps)
         self.end_step = max(self.start_steps, steps - int(end_share * steps))
         self.initial_size = sum(layer.weight_params for layer in self.layers.values())
-        self.masks = {
-            name: torch.ones_like(_scale(l), dtype=torch.bool) for name, l in layers.items()
-        }
-        self._importance = {name: torch.zeros_like(_scale(l)) for name, l in layers.items()}
-        self._unrest = {name: torch.zeros_like(_scale(l)) for name, l in layers.items()}
+        scales = {name: _scale(layer).detach() for name, layer in layers.items()}
+        self.masks = {name: torch.ones_like(one, dtype=torch.bool) for name, one in scales.items()}
+        self._importance = {name: torch.zeros_like(one) for name, one in scales.items()}
+        self._unrest = {name: torch.zeros_like(one) for name, one in scales.items()}
         self._num_steps = 0
 
     def budget(self, step: int) -> int:

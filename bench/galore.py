@@ -78,9 +78,8 @@ class GaLoreAdamW(torch.optim.Optimizer):
             state["basis"] = basis_of(grad, group["rank"])
         projected = project(grad, state["basis"])
         if "step" not in state:
-            state.update(
-                step=0, mean=torch.zeros_like(projected), square=torch.zeros_like(projected)
-            )
+            zeros = torch.zeros_like(projected)
+            state.update(step=0, mean=zeros, square=zeros.clone())
         state["step"] += 1
         first, second = group["betas"]
         state["mean"].lerp_(projected, 1 - first)

@@ -19,6 +19,7 @@ from bench.galore import GaLoreAdamW
 from bench.low_rank import LowRankLayer, low_rank_of, put, ranks_within
 from bench.study_task import Task, compressed_layers
 from comera_fx import OptimizeConfig, RankAdapter, RankConfig, optimize, param_groups
+from comera_fx.errors import ConfigError
 from comera_fx.modules import TTModule, tt_modules
 
 Shapes = dict[str, Any]
@@ -31,7 +32,7 @@ LARGER_ADALORA = 1.5
 ORTHOGONALITY = 0.1
 """Weight of AdaLoRA's penalty, as its paper has it."""
 GALORE: dict[str, Any] = {"rank": 0.25, "refresh_every": 50, "scale": 0.25}
-"""Rank, a quarter of the width, and scale as in GaLore's paper; refreshed oftener, as runs are short."""
+"""Rank (a quarter of the width) and scale as in its paper; refreshed oftener, as runs are short."""
 
 
 @dataclass(frozen=True)
@@ -260,14 +261,17 @@ def within(dense: nn.Module, config: OptimizeConfig, size: int) -> OptimizeConfi
         config: Says which layers.
         size: Parameters of all cores together.
     """
+    layers = compressed_layers(dense, config)
 
     def sizes(rank: int) -> dict[str, int]:
-        model = optimize(dense, config=replace(config, init="random", max_rank=rank))
-        return {name: layer.tt_params for name, layer in tt_modules(model)}
+        at_rank = replace(config, init="random", max_rank=rank)
+        specs = {name: layer.tt_params for name, layer in tt_modules(_optimised(dense, at_rank))}
+        # A layer that would be larger in TT form stays dense there.
+        return {name: specs.get(name, _weight_params(layer)) for name, layer in layers.items()}
 
     low, high = 1, 2
     # Wider ranks than layers can use change nothing: the search ends there at the latest.
-    most = max(max(matrix_shape(l)) for l in compressed_layers(dense, config).values())
+    most = max(max(matrix_shape(layer)) for layer in layers.values())
     while high < most and sum(sizes(high).values()) <= size:
         low, high = high, 2 * high
     while high - low > 1:
@@ -277,10 +281,17 @@ def within(dense: nn.Module, config: OptimizeConfig, size: int) -> OptimizeConfi
     left = size - sum(now.values())
     ranks = {}
     for name in now:
-        grows = now[name] < more.get(name, 0) <= now[name] + left
+        grows = now[name] < more[name] <= now[name] + left
         ranks[name] = low + grows
         left -= (more[name] - now[name]) * grows
     return replace(config, ranks=ranks, max_rank=low)
+
+
+def _optimised(dense: nn.Module, config: OptimizeConfig) -> nn.Module:
+    try:
+        return optimize(dense, config=config)
+    except ConfigError:  # at this rank nothing becomes smaller
+        return dense
 
 
 def of_shapes(config: OptimizeConfig, shapes: Shapes) -> OptimizeConfig:
