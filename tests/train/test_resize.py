@@ -114,7 +114,7 @@ def test_state_that_cannot_be_cut_is_refused_before_anything_changes():
     core = model[0].core_1
     optimizer.state[core]["row_sums"] = torch.zeros(3, 2)
     before = core.detach().clone()
-    with pytest.raises(RankError, match="'row_sums' of layer '0' cannot be cut"):
+    with pytest.raises(RankError, match="'row_sums' of layer '0' cannot follow"):
         check_state([optimizer], [("0", model[0])])
     assert torch.equal(core, before)
 
