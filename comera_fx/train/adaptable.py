@@ -14,26 +14,18 @@ from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule, tt_modules
 from comera_fx.train.groups import RANK_LR_SCALE
+from comera_fx.train.processes import unwrapped
 
 _OWNERS: weakref.WeakKeyDictionary[TTModule, weakref.ref[object]] = weakref.WeakKeyDictionary()
-SEVERAL_PROCESSES = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 def adaptable_layers(model: nn.Module, config: RankConfig) -> dict[str, TTModule]:
     """Return name to layer for every trainable TT layer that has a bond and is not excluded.
 
     Raises:
-        RankError: If there is none, ``exclude`` names none, or the model is wrapped for several
-            processes.
+        RankError: If there is none, or ``exclude`` names none.
     """
-    if type(model).__name__ in SEVERAL_PROCESSES:
-        raise RankError(
-            "rank adaptation works in one process",
-            got=f"a {type(model).__name__}",
-            expected="the model itself",
-            mend="adapt the ranks in one process, then train on with several",
-        )
-    modules = dict(tt_modules(getattr(model, "_orig_mod", model)))  # where compile has wrapped it
+    modules = dict(tt_modules(unwrapped(model)))
     for pattern in config.exclude:
         if not any(fnmatchcase(name, pattern) for name in modules):
             close = difflib.get_close_matches(pattern, list(modules), n=3, cutoff=0)

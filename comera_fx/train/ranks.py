@@ -22,6 +22,7 @@ from comera_fx.train.adaptable import (
     warn_if_out_of_reach,
     warn_of_death,
 )
+from comera_fx.train.processes import Processes, check_whole, check_whole_optimizer
 from comera_fx.train.resize import check_state, cut_ranks
 from comera_fx.train.select import Bond, ranks_to_give_up, spare
 from comera_fx.train.size import SizeOf
@@ -54,9 +55,14 @@ class RankAdapter:
     changes with every step. Compile the model, or a function that ends with the task loss.
 
     Args:
-        model: A model from ``optimize``, in one process; a compiled one works too.
+        model: A model from ``optimize``; a compiled one works too, and one that is, or later gets,
+            wrapped in ``DistributedDataParallel``: all processes then cut alike, the wrapper
+            follows every cut, and what depends on the loss goes by its mean. Every process calls
+            ``loss`` and ``step`` as often. See ``bench/distributed.py`` for an example.
         optimizer: Holds the model's cores.
         config: Method, target and pace.
+        check_processes: Whether processes compare what they are about to cut, and raise where
+            they differ; ``None``: at torch's debug level DETAIL.
 
     Attributes:
         history: One dict every ``prune_every`` steps and at a change of stage: ``step``,
@@ -66,8 +72,8 @@ class RankAdapter:
         target_size: Parameters to reach, or ``None``.
 
     Raises:
-        RankError: If there is no layer to adapt, ``exclude`` names none, the model is wrapped
-            for many processes, or the optimizer does not hold the cores.
+        RankError: If there is no layer to adapt, ``exclude`` names none, the parameters are
+            divided among processes (FSDP), or the optimizer does not hold the cores.
 
     Example:
         >>> optimizer = torch.optim.AdamW(comera_fx.param_groups(model, lr=1e-3))
@@ -81,18 +87,27 @@ class RankAdapter:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: RankConfig | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: RankConfig | None = None,
+        *,
+        check_processes: bool | None = None,
     ) -> None:
         check_types(model, optimizer, config)
         self.config = config or RankConfig()
         self.optimizer = optimizer
         self._layers = adaptable_layers(model, self.config)
+        check_whole_optimizer(optimizer)
+        self._model = model
+        self._processes = Processes(model, self._layers, check_processes)
         check_holds_cores(optimizer, self._layers)
         check_state([optimizer], self._layers.items())
         claim(self, self._layers)
         for layer in self._layers.values():
             layer.attach_rank_weights(self.config.threshold)
         hand_over(optimizer, self._layers)
+        self._processes.rebuild()
         self.initial_size = self.size
         self.target_size = self._target()
         if self.target_size is not None:
@@ -129,12 +144,19 @@ class RankAdapter:
                 expected="one number",
                 mend="reduce the loss first: loss.mean()",
             )
+        self._processes.find(required=True)
         self._check_ranks()
-        self._note(task_loss)
         stage = self.stage
+        # The late objective compares the loss, at every step; the others only train on it.
+        compares = stage == "late" and not self._target_met and self._reference_loss is not None
+        seen = self._processes.mean(task_loss) if compares else task_loss.detach()
+        self._note(seen)
         if stage == "warmup":
             return task_loss
-        return self._early(task_loss) if stage == "early" else self._late(task_loss)
+        loss = self._early(task_loss) if stage == "early" else self._late(task_loss, seen)
+        if loss is not task_loss:
+            self._processes.expect(loss)
+        return loss
 
     @_disable_dynamo
     def step(self) -> None:
@@ -153,13 +175,33 @@ class RankAdapter:
             )
         self._hold_others()
         pruning = before != "warmup" and self._num_steps % self.config.prune_every == 0
+        begins_late = self.stage == "late" and self._reference_loss is None
+        if pruning or begins_late or self.stage != before:
+            self._share_loss()
         if pruning:
             self._prune()
         if self.stage == "late" and self._reference_loss is None:
             self._reference_loss = self._finite_mean()
             self._forget_gradients()
+        if self.stage != before:
+            self._processes.change_objective()
         if pruning or self.stage != before:
             self._record()
+
+    def wrapped(self, *wrappers: nn.Module) -> None:
+        """Name the ``DistributedDataParallel`` around the model, or say that there is none.
+
+        It is needed only where the first call of ``loss`` raises because the adapter does not
+        find the wrapper, or finds two.
+
+        Args:
+            wrappers: The wrapper, or one for each part of the model. None at all: every process
+                trains a model of its own.
+
+        Raises:
+            RankError: If they are not around the adapted layers.
+        """
+        self._processes.tell(wrappers)
 
     # ---- what can be read ----
 
@@ -232,10 +274,12 @@ class RankAdapter:
                 expected=f"{state['ranks']}",
                 mend="call model.load_state_dict with the checkpoint's model first",
             )
+        self._processes.find(required=False)
         self._num_steps = state["num_steps"]
         self.initial_size = state["initial_size"]
         self.target_size = state["target_size"]
         self._settle(state["target_met"])
+        self._processes.rebuild()  # the model's ranks may be others as well since it was loaded
         self._reference_loss = state["reference_loss"]
         mean = state["mean_loss"]
         self._mean_loss = None if mean is None else torch.tensor(mean, dtype=torch.float64)
@@ -256,7 +300,7 @@ class RankAdapter:
             penalty = penalty + config.beta * sum(core.square().sum() for core in cores)
         return loss + penalty.to(loss)
 
-    def _late(self, loss: Tensor) -> Tensor:
+    def _late(self, loss: Tensor, seen: Tensor) -> Tensor:
         config, target, reference = self.config, self.target_size, self._reference_loss
         assert target is not None, "the late stage needs a target"
         if self._target_met or reference is None:
@@ -264,7 +308,7 @@ class RankAdapter:
         scale = max(abs(reference), SMALLEST_REFERENCE)
         sizes = self._size_of()
         surrogate = (sizes.surrogate / target).to(loss)
-        loss_lag = config.w1 * (loss.detach() - reference) / scale
+        loss_lag = config.w1 * (seen - reference) / scale
         size_lag = config.w2 * (sizes.size - target) / target
         over = sizes.size > target
         size_leads = over & (size_lag > loss_lag)
@@ -272,9 +316,9 @@ class RankAdapter:
         both = config.rho * (loss / scale + torch.where(over, surrogate, 0.0))
         return (main + both) * (scale / (config.w1 + config.rho))
 
-    def _note(self, task_loss: Tensor) -> None:
+    def _note(self, seen: Tensor) -> None:
         """Keep a running mean of the loss, without waiting for the device."""
-        loss = task_loss.detach().double()
+        loss = seen.double()
         self._is_finite = torch.isfinite(loss)
         mean = self._mean_loss
         past = loss if mean is None else mean.to(loss.device)
@@ -291,6 +335,14 @@ class RankAdapter:
                 "no rank is ever cut. Call adapter.step() after optimizer.step().",
                 stacklevel=3 + WRAPPED,
             )
+
+    def _share_loss(self) -> None:
+        """Have all processes go by the mean of their losses; one that is not finite counts."""
+        mean, is_finite = self._mean_loss, self._is_finite
+        if self._processes.group is None or mean is None or is_finite is None:
+            return
+        shared = self._processes.mean(torch.stack([mean, is_finite.to(mean)]))
+        self._mean_loss, self._is_finite = shared[0], shared[1] == 1
 
     def _finite_mean(self) -> float | None:
         mean = None if self._mean_loss is None else float(self._mean_loss)
@@ -353,11 +405,19 @@ class RankAdapter:
     def _prune(self) -> None:
         if self._is_finite is not None and not bool(self._is_finite):
             return
+        check_whole(self._model, self._layers)
         check_state([self.optimizer], self._layers.items())
         bonds = self._bonds()
         if self.target_size is not None:
             modes = {name: layer.spec.mode_sizes for name, layer in self._layers.items()}
             spare(bonds, modes, self.target_size)
+        self._processes.compare(
+            {
+                name: (layer.spec.ranks, [bond.alive for bond in bonds if bond.layer == name])
+                for name, layer in self._layers.items()
+            }
+        )
+        if self.target_size is not None:
             self._revive(bonds)
         cut: list[nn.Parameter] = []
         for name, layer in self._layers.items():
@@ -373,8 +433,12 @@ class RankAdapter:
                 )
                 cut += [*layer.cores, *layer.rank_weights]
         forget_code(cut)
-        if self.target_size is not None and self.size <= self.target_size:
+        met = self.target_size is not None and self.size <= self.target_size
+        settles = met and not self._target_met
+        if met:
             self._settle(True)
+        if cut or settles:
+            self._processes.rebuild()
         self._choose_pushed()
 
     def _settle(self, met: bool) -> None:

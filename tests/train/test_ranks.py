@@ -341,8 +341,8 @@ def test_param_groups_hold_every_trainable_parameter_once():
     assert [g["lr"] for g in groups] == [1e-3, 1e-3, 1e-3, 5e-3]
 
 
-def as_distributed(model):
-    return type("DistributedDataParallel", (nn.Sequential,), {})(model)
+def as_sharded(model):
+    return type("FullyShardedDataParallel", (nn.Sequential,), {})(model)
 
 
 def dense_then_optimized():
@@ -362,8 +362,8 @@ def dense_then_optimized():
         (lambda: param_groups(nn.Linear(2, 2), lr=1e-3), "no TT layer"),
         (lambda: make()[2].loss(torch.ones(2)), "needs a scalar"),
         (
-            lambda: RankAdapter(as_distributed(make()[0]), make()[1]),
-            "rank adaptation works in one process",
+            lambda: RankAdapter(as_sharded(make()[0]), make()[1]),
+            "ranks cannot be cut where parameters are divided",
         ),
         (lambda: RankAdapter(*with_scheduler()), "scheduler was made before"),
         (lambda: RankAdapter(*with_lbfgs()), "several parameter groups"),
