@@ -1,0 +1,433 @@
+"""Steps of a loss that is not finite leave no trace, whatever the optimizer."""
+
+import copy
+import gc
+import io
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from comera_fx.config import RankConfig
+from comera_fx.errors import RankError
+from comera_fx.modules import TTLinear
+from comera_fx.spec import TTSpec
+from comera_fx.train import RankAdapter, param_groups
+from comera_fx.train.finite import FiniteSteps
+
+SPEC = TTSpec("tt", (4, 8), (8, 4), (1, 4, 8, 4, 1))
+NAN, INF = float("nan"), float("inf")
+
+
+def small_model():
+    torch.manual_seed(1)
+    return nn.Sequential(TTLinear(SPEC, 32, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def batch(step):
+    """A batch; numbers that are not finite stand for their own step."""
+    seed = int(step) if abs(step) < INF else 0
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+    return x * (1.0 if abs(step) < INF else step), x[:, :4].clone()
+
+
+def train(model, optimizers, finite, steps, accumulate=1):
+    """Train on ``steps``, each a batch or several; return which of the steps were skipped."""
+    skipped = []
+    for number in range(0, len(steps), accumulate):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for step in steps[number : number + accumulate]:
+            x, y = batch(step)
+            loss = nn.functional.mse_loss(model(x), y)
+            finite.note(loss)
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        skipped.append(finite.ended_step())
+    return skipped
+
+
+def everything(model, *optimizers):
+    """All numbers of a model and its optimizers, the step counts too, as text that is exact."""
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    listed = {name: p.tolist() for name, p in model.state_dict().items()}
+    entries = [
+        {i: {k: torch.as_tensor(v).tolist() for k, v in entry.items() if v is not None}}
+        for state in states
+        for i, entry in state.items()
+    ]
+    return repr((listed, entries))
+
+
+def quiet():
+    return pytest.warns(UserWarning, match="is not finite: the step is skipped")
+
+
+OPTIMIZERS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1, foreach=False),
+    "adamw foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1, foreach=True),
+    "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1, fused=True),
+    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=1e-2, amsgrad=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, weight_decay=0.1, foreach=False),
+    "sgd foreach": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd fused": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, fused=True),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3, momentum=0.9),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, lr_decay=0.1),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=1e-3),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_bad_batch_in_the_middle_leaves_no_trace(name, bad):
+    ends = []
+    for steps in ([0, 1, 2, bad, 3, 4], [0, 1, 2, 3, 4]):
+        model = small_model()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        finite = FiniteSteps(optimizer)
+        with quiet() if bad in steps else warnings.catch_warnings():
+            assert train(model, [optimizer], finite, steps) == [step is bad for step in steps]
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+def test_without_it_a_bad_batch_is_the_end_of_a_model():
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    finite = FiniteSteps(optimizer, enabled=False)
+    assert train(model, [optimizer], finite, [0, NAN, 1]) == [False] * 3
+    assert torch.isnan(model[2].weight).all()
+    assert finite.num_skipped == 0
+
+
+def test_ranks_shrink_to_the_same_numbers_around_bad_batches():
+    ends = []
+    good = list(range(60))
+    for steps in ([0, NAN, *good[1:30], INF, NAN, *good[30:]], good):
+        model = small_model()
+        optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, rank_lr=3e-2))
+        config = RankConfig(target_ratio=0.5, early_steps=10, rho=0.5, prune_every=5)
+        adapter = RankAdapter(model, optimizer, config)
+        finite = FiniteSteps(optimizer)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*the step is skipped")
+            for step in steps:
+                x, y = batch(step)
+                task = nn.functional.mse_loss(model(x), y)
+                finite.note(task)
+                optimizer.zero_grad()
+                adapter.loss(task).backward()
+                optimizer.step()
+                if not finite.ended_step():
+                    adapter.step()
+        assert finite.num_skipped == len(steps) - len(good)
+        assert adapter.size <= adapter.target_size
+        ends.append(everything(model, optimizer) + repr(adapter.history))
+    assert ends[0] == ends[1]
+
+
+def test_one_bad_loss_of_several_skips_their_common_step():
+    ends = []
+    for steps in ([0, 1, 2, NAN, NAN, 3, 4, 5], [0, 1, 4, 5]):
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with quiet() if NAN in steps else warnings.catch_warnings():
+            skipped = train(model, [optimizer], FiniteSteps(optimizer), steps, accumulate=2)
+        assert skipped == ([False, True, True, False] if NAN in steps else [False] * 2)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+def test_several_optimizers_skip_together_and_it_counts_once():
+    ends = []
+    for steps in ([0, NAN, 1], [0, 1]):
+        model = small_model()
+        first = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+        second = torch.optim.SGD(model[2].parameters(), lr=1e-2, momentum=0.9)
+        finite = FiniteSteps([first, second])
+        with quiet() if NAN in steps else warnings.catch_warnings():
+            train(model, [first, second], finite, steps)
+        assert finite.num_skipped == len(steps) - 2
+        ends.append(everything(model, first, second))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_losses_of_a_closure_count(as_keyword):
+    ends = []
+    for steps in ([0, 1, NAN, 2], [0, 1, 2]):
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        finite = FiniteSteps(optimizer)
+        with quiet() if NAN in steps else warnings.catch_warnings():
+            for step in steps:
+                x, y = batch(step)
+
+                def closure(model=model, optimizer=optimizer, finite=finite, x=x, y=y):
+                    optimizer.zero_grad()
+                    loss = nn.functional.mse_loss(model(x), y)
+                    finite.note(loss)
+                    loss.backward()
+                    return loss
+
+                loss = optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
+                assert bool(torch.isfinite(loss)) != finite.ended_step()
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_scaler_halves_its_scale_and_the_next_step_is_taken(fused, unscale, gradients):
+    ends = []
+    for steps in ([0, 1, NAN, 2, 3], [0, 1, 2, 3]):
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        finite = FiniteSteps(optimizer, gradients=gradients)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with quiet() if NAN in steps else warnings.catch_warnings():
+            for step in steps:
+                x, y = batch(step)
+                loss = nn.functional.mse_loss(model(x), y)
+                finite.note(loss)
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                if unscale:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                assert finite.ended_step() == (step is NAN)
+        assert scaler.get_scale() == (4.0 if NAN in steps else 8.0)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_gradients_that_a_scaler_made_infinite_are_its_own_affair(fused, unscale):
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    finite = FiniteSteps(optimizer, gradients=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
+    before = everything(model)
+    loss = nn.functional.mse_loss(model(batch(0)[0]), 100 * batch(0)[1])
+    finite.note(loss)
+    scaler.scale(loss).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not finite.ended_step()
+    assert scaler.get_scale() == pytest.approx(1.5e38)
+    assert everything(model) == before
+
+
+def test_a_scheduler_goes_on_and_does_not_warn():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    finite = FiniteSteps(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    with quiet() as caught:
+        train(model, [optimizer], finite, [NAN])
+        scheduler.step()
+        train(model, [optimizer], finite, [0])
+        scheduler.step()
+    assert len(caught) == 1
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+def test_gradients_that_are_not_finite_are_dropped_where_asked_for():
+    for gradients in (False, True):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        finite = FiniteSteps(optimizer, gradients=gradients)
+        before = everything(model)
+        loss = model(torch.zeros(1, 2)).sum().clamp(max=1.0)
+        finite.note(loss)
+        loss.backward()
+        model.weight.grad[0, 1] = NAN
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert finite.ended_step() is gradients
+        assert (everything(model) == before) is gradients
+        told = [str(warning.message) for warning in caught]
+        assert told == ["a gradient of step 1 is not finite: the step is skipped."] * gradients
+
+
+def test_large_and_sparse_gradients_are_finite():
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1e-30)
+    finite = FiniteSteps(optimizer, gradients=True)
+    (table(torch.tensor([1, 1])).sum() * 3e38 / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not finite.ended_step()
+
+
+def test_warnings_come_with_the_first_the_tenth_and_the_hundredth_of_a_streak():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    finite = FiniteSteps(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, [optimizer], finite, [0, NAN, 1, *[NAN] * 105, 2, NAN])
+    told = [str(warning.message) for warning in caught]
+    assert [text.partition(", as")[0] for text in told] == [
+        "the loss of step 2 is not finite: the step is skipped.",
+        "the loss of step 4 is not finite: the step is skipped.",
+        "10 steps in a row were skipped, up to step 13",
+        "100 steps in a row were skipped, up to step 103",
+        "the loss of step 110 is not finite: the step is skipped.",
+    ]
+    assert "Go back to a checkpoint and lower the learning rate" in told[2]
+    assert (finite.num_steps, finite.num_skipped, finite.in_a_row) == (110, 107, 1)
+
+
+def test_counts_are_saved_and_resumed():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    finite = FiniteSteps(optimizer)
+    with quiet():
+        train(model, [optimizer], finite, [0, NAN])
+    again = FiniteSteps(optimizer)
+    again.load_state_dict(finite.state_dict())
+    assert again.state_dict() == {"num_steps": 2, "num_skipped": 1, "in_a_row": 1}
+
+
+def test_a_step_without_ended_step_does_not_skip_all_that_follow():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    finite = FiniteSteps(optimizer)
+    finite.note(torch.tensor([1.0, NAN]))
+    with quiet():
+        optimizer.step()
+    before = everything(model)
+    finite.note(torch.tensor(1.0))
+    model(batch(0)[0]).sum().backward()
+    optimizer.step()
+    assert everything(model) != before
+
+
+def test_hooks_go_with_their_owner_and_keep_nothing_alive():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    finite = FiniteSteps(optimizer)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    del finite  # at once: there is no cycle for the collector to find
+    assert not optimizer._optimizer_step_pre_hooks
+    finite = FiniteSteps(optimizer)
+    del optimizer, model
+    gc.collect()
+    finite.note(torch.tensor(NAN))
+    with quiet():
+        assert finite.ended_step()
+
+
+def test_watched_optimizers_can_be_copied_and_pickled():
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    finite = FiniteSteps(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    train(model, [optimizer], finite, [0, 1])
+    stored = io.BytesIO()
+    torch.save((model, optimizer), stored)
+    stored.seek(0)
+    for model2, optimizer2 in (
+        copy.deepcopy((model, optimizer)),
+        torch.load(stored, weights_only=False),
+    ):
+        finite.note(torch.tensor(NAN))  # of no concern to the copy
+        model2(batch(2)[0]).sum().backward()
+        before = everything(model2)
+        optimizer2.step()
+        assert everything(model2) != before
+
+
+def test_a_copy_watches_the_copied_optimizer():
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    finite = FiniteSteps(optimizer)
+    model2, optimizer2, finite2 = copy.deepcopy((model, optimizer, finite))
+    del model, optimizer, finite
+    before = everything(model2)
+    with quiet():
+        assert train(model2, [optimizer2], finite2, [NAN]) == [True]
+    assert everything(model2) == before
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_compiled_steps_skip_too():
+    ends = []
+    for steps in ([0, 1, NAN, 2], [0, 1, 2]):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        finite = FiniteSteps(optimizer)
+        compiled = torch.compile(optimizer.step, backend="eager")
+        with quiet() if NAN in steps else warnings.catch_warnings():
+            for step in steps:
+                optimizer.zero_grad()
+                x, y = batch(step)
+                loss = nn.functional.mse_loss(model(x), y)
+                finite.note(loss)
+                loss.backward()
+                compiled()
+                finite.ended_step()
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("wrong", [None, [None], nn.Linear(1, 1)])
+def test_what_is_no_optimizer_is_refused(wrong):
+    with pytest.raises(RankError, match="FiniteSteps watches optimizers") as caught:
+        FiniteSteps(wrong)
+    assert len(str(caught.value).splitlines()) == 4
+
+
+CODE = """
+import sys, warnings
+import torch
+import torch.distributed as dist
+from comera_fx.train.finite import FiniteSteps
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.5)
+finite = FiniteSteps(optimizer)
+warnings.simplefilter("ignore")
+skipped = []
+for step in range(3):
+    weight.grad = torch.ones(1)
+    finite.note(torch.tensor(float("nan") if (rank, step) == (1, 1) else 1.0))
+    optimizer.step()
+    skipped.append(finite.ended_step())
+dist.destroy_process_group()
+print(skipped, weight.item())
+"""
+
+
+@pytest.mark.slow
+def test_processes_skip_together(tmp_path):
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", CODE, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    assert [run.communicate(timeout=120)[0].strip() for run in runs] == [
+        "[False, True, False] 0.0"
+    ] * 2
