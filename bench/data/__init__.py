@@ -1,0 +1,1 @@
+"""Data sets that lie inside installed packages; nothing is downloaded."""
