@@ -84,23 +84,6 @@ def check(optimizers: Sequence[Optimizer], parameters: Iterable[tuple[str, nn.Pa
             _check_entries(optimizer, name, parameter)
 
 
-def check_can_step_on_nothing(optimizers: Sequence[Optimizer], parameter: nn.Parameter) -> None:
-    """Raise where an optimizer of this parameter cannot step once it has no elements.
-
-    Raises:
-        RankError: For ``torch.optim.Adafactor``, which divides by their number.
-    """
-    for optimizer in optimizers:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if isinstance(optimizer, torch.optim.Adafactor) and id(parameter) in held:
-            raise RankError(
-                "torch.optim.Adafactor cannot train a layer that has lost all its ranks",
-                got="a bond without ranks",
-                expected="at least one rank, as Adafactor divides by the number of entries",
-                mend="keep one rank (RankConfig.min_rank=1), or use another optimizer",
-            )
-
-
 def _check_type(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         raise RankError(
@@ -291,5 +274,5 @@ def _warn_of_new_start(optimizer: Optimizer, keys: list[str]) -> None:
     warnings.warn(
         f"it is not known what {names} of {type(optimizer).__name__} become as ranks grow or "
         "change their basis: the optimizer's state of the layers concerned starts anew.",
-        stacklevel=5,
+        stacklevel=6,
     )

@@ -69,7 +69,6 @@ def cut_ranks(module: TTModule, kept: Sequence[Tensor], optimizers: Sequence[Opt
     _check_kept(module, kept)
     check_state(optimizers, [(_name(module), module)])
     if any(indices.numel() == 0 for indices in kept):
-        optimizer_state.check_can_step_on_nothing(optimizers, module.cores[0])
         kept = [indices[:0] for indices in kept]
     for parameter, axes in _axes_of(module, kept):
         if any(parameter.shape[axis] != indices.numel() for axis, indices in axes):
@@ -240,7 +239,6 @@ def change_basis(
     _check_bases(module, bases)
     check_state(optimizers, [(_name(module), module)])
     if any(t.shape[1] == 0 for t, _ in bases):
-        optimizer_state.check_can_step_on_nothing(optimizers, module.cores[0])
         bases = [(t[:, :0], tinv[:0]) for t, tinv in bases]
     for core, axes in zip(module.cores, _turns_of(module, bases), strict=True):
         _turn(core, axes, optimizers)
@@ -306,7 +304,8 @@ def _turn(core: nn.Parameter, axes: list[Basis], optimizers: Sequence[Optimizer]
 
 def _replace(parameter: nn.Parameter, data: Tensor, grad: Tensor | None) -> None:
     replace_data(parameter, data)
-    parameter.grad = grad
+    # No gradient at all where nothing is left: Adafactor divides by the number of its entries.
+    parameter.grad = grad if data.numel() else None
 
 
 def _check_number(module: TTModule, what: str, number: int) -> None:
