@@ -1,7 +1,16 @@
 """Rank-adaptive training."""
 
+from comera_fx.train.checkpoint import SavedRun, latest_run, load_run, save_run
 from comera_fx.train.finite import FiniteSteps
 from comera_fx.train.groups import param_groups
 from comera_fx.train.ranks import RankAdapter
 
-__all__ = ["FiniteSteps", "RankAdapter", "param_groups"]
+__all__ = [
+    "FiniteSteps",
+    "RankAdapter",
+    "SavedRun",
+    "latest_run",
+    "load_run",
+    "param_groups",
+    "save_run",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,14 @@ from comera_fx.errors import RankError
 Hook = Callable[[torch.optim.Optimizer, Any, Any], tuple[Any, Any] | None]
 LONG_STREAK = 10
 """Skipped steps in a row from which on the warning says what to do."""
+
+
+class Together(Protocol):
+    """Knows which processes train one model, once that is known."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Their group; ``None`` for a process that trains by itself."""
 
 
 class FiniteSteps:
@@ -37,7 +45,7 @@ class FiniteSteps:
         optimizers: One optimizer, or several that are stepped together.
         gradients: Ask for finite gradients too. A ``GradScaler`` asks this itself.
         enabled: Whether anything is done at all.
-        process_group: The processes that train one model; all of them if not given.
+        processes: Which processes train one model; all of them if not given.
 
     Attributes:
         num_steps: Steps ended so far, the skipped ones too.
@@ -65,11 +73,11 @@ class FiniteSteps:
         *,
         gradients: bool = False,
         enabled: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        processes: Together | None = None,
     ) -> None:
         several = isinstance(optimizers, Iterable)
         self._optimizers = _checked(list(optimizers) if several else [optimizers])
-        self._gradients, self._enabled, self._group = gradients, enabled, process_group
+        self._gradients, self._enabled, self._processes = gradients, enabled, processes
         self.num_steps = self.num_skipped = self.in_a_row = 0
         self._watch()
 
@@ -175,11 +183,16 @@ class FiniteSteps:
         return self._agreed(torch.isfinite(largest))
 
     def _agreed(self, is_finite: Tensor) -> bool:
-        if dist.is_available() and dist.is_initialized():
-            counts = is_finite.to(torch.int32)
-            dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self._group)
-            return bool(counts)
-        return bool(is_finite)
+        if self._processes is not None:
+            group = self._processes.group
+        else:
+            together = dist.is_available() and dist.is_initialized()
+            group = dist.group.WORLD if together else None
+        if group is None:
+            return bool(is_finite)
+        answer = is_finite.to(torch.int32)
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+        return bool(answer)
 
     def _skip(self, fault: str) -> None:
         """Count the step as skipped, once however many optimizers take it."""

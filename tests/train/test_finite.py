@@ -403,7 +403,11 @@ rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 weight = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([weight], lr=0.5)
-finite = FiniteSteps(optimizer)
+class Alone:
+    group = None
+
+
+finite = FiniteSteps(optimizer, processes=Alone() if sys.argv[3] == "alone" else None)
 warnings.simplefilter("ignore")
 skipped = []
 for step in range(3):
@@ -417,10 +421,11 @@ print(skipped, weight.item())
 
 
 @pytest.mark.slow
-def test_processes_skip_together(tmp_path):
+@pytest.mark.parametrize("how", ["together", "alone"])
+def test_processes_that_train_one_model_skip_together(tmp_path, how):
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", CODE, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-c", CODE, str(rank), str(tmp_path / "store"), how],
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
@@ -428,6 +433,6 @@ def test_processes_skip_together(tmp_path):
         )
         for rank in range(2)
     ]
-    assert [run.communicate(timeout=120)[0].strip() for run in runs] == [
-        "[False, True, False] 0.0"
-    ] * 2
+    first, second = (run.communicate(timeout=120)[0].strip() for run in runs)
+    assert second == "[False, True, False] 0.0"
+    assert first == (second if how == "together" else "[False, False, False] -0.5")

@@ -1,0 +1,313 @@
+"""Runs that go on after a kill: everything a training loop holds, in one file."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from comera_fx.errors import RankError
+from comera_fx.train.files import (
+    numbered,
+    numbered_in,
+    read_state,
+    remove_drafts,
+    write_atomically,
+)
+from comera_fx.train.processes import unwrapped
+from comera_fx.train.random_states import random_states, restore_random_states
+from comera_fx.train.ranks import RankAdapter
+from comera_fx.train.run_checks import (
+    FORMAT,
+    VERSION,
+    Saved,
+    check_format,
+    check_names,
+    check_part,
+    check_request,
+    held_names,
+)
+
+
+class Stateful(Protocol):
+    """Anything that can be saved and resumed, such as a sampler."""
+
+    def state_dict(self) -> Any:
+        """Return values that ``torch.load(weights_only=True)`` reads."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from ``state_dict``."""
+
+
+Part = nn.Module | torch.optim.Optimizer | torch.Generator | Stateful
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """Where a run that was loaded stands.
+
+    Attributes:
+        step: As given to ``save_run``.
+        extra: As given to ``save_run``.
+        path: The file it was read from.
+    """
+
+    step: int
+    extra: Any
+    path: Path
+
+
+def save_run(
+    path: str | os.PathLike[str],
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int | None = None,
+    **parts: Part | Sequence[Part] | None,
+) -> Path:
+    """Save a run between two steps, so that a kill at any moment leaves a whole checkpoint.
+
+    Random states are saved too: of PyTorch on the CPU and on CUDA devices, of Python's
+    ``random``, and of NumPy where it is loaded. Gradients are not. Under ``torch.distributed`` all
+    processes call it; the first one writes and all wait for it.
+
+    Args:
+        path: The file to write or replace; with ``keep``, the folder of numbered files. A folder
+            that is missing is made.
+        step: Steps taken so far.
+        extra: More to remember, such as an epoch; numbers, text, tensors, and lists and dicts.
+        keep: Keep so many checkpoints in the folder, this one and those of the last steps before.
+        parts: What has a ``state_dict``, by names of your choice; also ``torch.Generator``, and
+            lists of such. Those that are ``None`` are left out. Compiled models and models in
+            ``DistributedDataParallel`` are saved as the model within.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        RankError: If a part has no state, nothing is given, the path is of the wrong kind, or
+            something could not be read back. What was saved before stays.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
+        >>> adapter = RankAdapter(model, optimizer)
+        >>> parts = {"model": model, "optimizer": optimizer, "adapter": adapter}
+        >>> save_run("runs/first", step=100, keep=3, **parts).name
+        'step-000000100.pt'
+        >>> load_run("runs/first", **parts).step
+        100
+    """
+    path = Path(path)
+    held = _flat(parts)
+    check_request(path, step, keep)
+    names = _parameter_names(held)
+    state = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "extra": extra,
+        "random": _of_all_processes(random_states()),
+        "parts": {name: _saved(part, names) for name, part in held.items()},
+    }
+    _by_the_first(lambda: _write(path, state, keep))
+    return path if keep is None else numbered(path, step)
+
+
+def load_run(
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = "cpu",
+    strict: bool = True,
+    **parts: Part | Sequence[Part] | None,
+) -> SavedRun:
+    """Go on from ``save_run``: make the parts as for a new run, then call this.
+
+    The model may have other ranks than at the save, as one just optimised has: it takes those of
+    the file. Parts are loaded in the order they need, whatever the order given. Gradients are
+    dropped. Everything is checked first, so that what is refused has changed nothing; only a
+    part of a class of your own could still fail half-way.
+
+    Args:
+        path: A file, or a folder of numbered ones, of which the one of the last step is taken.
+        map_location: As in ``torch.load``. States go to the devices of their parts anyway.
+        strict: Whether all parts of the file must be given, in their dtypes. If not, those given
+            are loaded and random states stay as they are, as for an evaluation.
+        parts: By the names given to ``save_run``.
+
+    Returns:
+        The step, ``extra`` and the file.
+
+    Raises:
+        RankError: If there is no such file, it is damaged or of another kind or version, or its
+            parts are not those given: missing ones, another model or optimizer.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = latest_run(path) or path / "step-*.pt"
+    held = _flat(parts)
+    state = check_format(path, read_state(path, map_location))
+    saved = state["parts"]
+    check_names(held, saved, strict)
+    names = _parameter_names(held)
+    for name, part in held.items():
+        check_part(name, part, saved[name], names, strict)
+    for name, part in sorted(held.items(), key=lambda item: _turn(item[1])):
+        _load(part, saved[name]["state"])
+    if strict:
+        _restore_own(state["random"])
+    return SavedRun(state["step"], state["extra"], path)
+
+
+def latest_run(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the checkpoint of the last step in a folder of ``save_run(..., keep=n)``, if any."""
+    folder = Path(folder)
+    found = numbered_in(folder) if folder.is_dir() else {}
+    return found[max(found)] if found else None
+
+
+# ---- parts ----
+
+
+def _flat(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name to part, ``name[0]``, ``name[1]`` for those of a list, each bare."""
+    held: dict[str, Any] = {}
+    for name, part in parts.items():
+        if isinstance(part, (list, tuple)):
+            held |= {f"{name}[{k}]": _bare(each) for k, each in enumerate(part)}
+        elif part is not None:
+            held[name] = _bare(part)
+    for name, part in held.items():
+        if not isinstance(part, torch.Generator) and not (
+            hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+        ):
+            raise RankError(
+                f"{name!r} is nothing that could be saved and loaded",
+                got=type(part).__name__,
+                expected="a part with state_dict and load_state_dict, or a list of such",
+                mend=f"put plain values into extra: save_run(..., extra={{{name!r}: ...}})",
+            )
+    if not held:
+        raise RankError(
+            "there is no part to save or load",
+            got="no model, no optimizer",
+            expected="at least one",
+            mend="write save_run(path, step=n, model=model, optimizer=optimizer)",
+        )
+    return held
+
+
+def _bare(part: Any) -> Any:
+    """Return the model in wrappers that put a prefix before its names."""
+    return unwrapped(part) if isinstance(part, nn.Module) else part
+
+
+def _turn(part: Any) -> int:
+    """When a part is loaded: an adapter needs its model's ranks and its optimizer's state."""
+    kinds = (nn.Module, torch.optim.Optimizer, RankAdapter)
+    return next((k for k, kind in enumerate(kinds) if isinstance(part, kind)), len(kinds))
+
+
+def _saved(part: Any, names: dict[int, str]) -> Saved:
+    if isinstance(part, torch.Generator):
+        return {"kind": "Generator", "state": part.get_state()}
+    saved = {"kind": type(part).__name__, "state": part.state_dict()}
+    if isinstance(part, torch.optim.Optimizer):
+        saved["names"] = held_names(part, names)
+    return saved
+
+
+def _load(part: Any, state: Any) -> None:
+    if isinstance(part, torch.Generator):
+        part.set_state(state.cpu())
+        return
+    part.load_state_dict(state)
+    if isinstance(part, (nn.Module, torch.optim.Optimizer)):
+        part.zero_grad()
+
+
+def _parameter_names(held: Mapping[str, Any]) -> dict[int, str]:
+    """Return the name of every parameter of the models among the parts, by its identity."""
+    models = ((name, part) for name, part in held.items() if isinstance(part, nn.Module))
+    return {
+        id(p): f"{part}.{name}" for part, model in models for name, p in model.named_parameters()
+    }
+
+
+# ---- many processes ----
+
+
+def _are_several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _of_all_processes(value: Any) -> list[Any]:
+    if not _are_several():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _restore_own(states: list[Any]) -> None:
+    """Take the random states that this process had, if there were as many processes."""
+    count = dist.get_world_size() if _are_several() else 1
+    if count != len(states):
+        warnings.warn(
+            f"the run was saved by {len(states)} processes and goes on with {count}: random "
+            "states stay as they are.",
+            stacklevel=3,
+        )
+        return
+    restore_random_states(states[dist.get_rank() if _are_several() else 0])
+
+
+def _by_the_first(write: Callable[[], None]) -> None:
+    """Have one process write; the others wait, and raise too where it fails."""
+    if not _are_several():
+        write()
+        return
+    fault: list[Any] = [None]
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            write()
+        except Exception as caught:
+            error, fault = caught, [f"{type(caught).__name__}: {caught}"]
+    dist.broadcast_object_list(fault, src=0)
+    if error is not None:
+        raise error
+    if fault[0] is not None:
+        raise RankError(
+            "process 0 could not write the checkpoint",
+            got=str(fault[0]).partition("\n")[0],
+            expected="a checkpoint for all processes",
+            mend="see what process 0 says",
+        )
+
+
+def _write(path: Path, state: Saved, keep: int | None) -> None:
+    if keep is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, state)
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    remove_drafts(path, "step-*.pt")
+    step = state["step"]
+    write_atomically(numbered(path, step), state)
+    found = numbered_in(path)
+    for old in [number for number in found if number <= step][:-keep]:
+        found[old].unlink(missing_ok=True)
+    later = max(found)
+    if later > step:
+        warnings.warn(
+            f"{path} has a checkpoint of step {later}, later than step {step} just saved: "
+            "load_run of the folder takes that one. Remove it, or save elsewhere.",
+            stacklevel=5,
+        )

@@ -1,0 +1,59 @@
+"""States of the generators that a training loop draws from without naming them."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+MERSENNE = "MT19937"
+"""NumPy's default generator behind ``numpy.random.seed``, and the one that is saved."""
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of this process, as ``torch.load(weights_only=True)`` reads them.
+
+    CUDA devices are asked where CUDA is in use, NumPy where something has imported it.
+    """
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+        "python": random.getstate(),
+        "numpy": _numpy_state(),
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Go on from ``random_states``; warn where there is no device for one of them."""
+    torch.set_rng_state(states["torch"].cpu())
+    count = torch.cuda.device_count()
+    for index, state in enumerate(states["cuda"][:count]):
+        torch.cuda.set_rng_state(state.cpu(), index)
+    if len(states["cuda"]) > count:
+        warnings.warn(
+            f"the run was saved with random states of {len(states['cuda'])} CUDA devices, of "
+            f"which {count} are here: what draws from the others goes on otherwise.",
+            stacklevel=4,
+        )
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if states["numpy"] is not None:
+        import numpy as np
+
+        np.random.set_state((MERSENNE, *states["numpy"]))  # noqa: NPY002 - it restores the old API
+
+
+def _numpy_state() -> list[Any] | None:
+    if "numpy" not in sys.modules:
+        return None
+    import numpy as np
+
+    name, *state = np.random.get_state()  # noqa: NPY002 - users' loops draw from it
+    if name != MERSENNE:
+        return None
+    keys, *rest = state
+    return [keys.tolist(), *rest]
