@@ -138,7 +138,7 @@ def ranks_within(
 
     Example:
         >>> ranks_within({"a": (8, 8), "b": (8, 24)}, 112)
-        {'a': 1, 'b': 3}
+        {'a': 2, 'b': 2}
     """
     share = target / sum(out_size * in_size for out_size, in_size in shapes.values())
     costs = {name: out_size + in_size + extra for name, (out_size, in_size) in shapes.items()}

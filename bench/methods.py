@@ -194,7 +194,8 @@ def matrix_shape(layer: nn.Module) -> tuple[int, int]:
 
 def _tt(setup: Setup) -> Run:
     model, layers = _in_tt_form(setup, setup.target)
-    return Run(model, layers, adamw(param_groups(model, setup.rate)[:-1], setup.rate))
+    groups = [group for group in param_groups(model, setup.rate) if group["params"]]
+    return Run(model, layers, adamw(groups, setup.rate))
 
 
 class AdapterRun(Run):
@@ -220,12 +221,14 @@ def rank_config(method: str, setup: Setup) -> RankConfig:
     pace: dict[str, Any] = {
         "target_params": setup.target,
         "warmup_steps": setup.steps // 12,
-        "early_steps": setup.steps // 6,
         "prune_every": setup.prune_every,
         "min_rank": 1,
     }
+    early_steps = setup.steps // 6
     if method == "comera":
-        return RankConfig(method="comera", gamma=1.0, rho=1.0, **pace)
+        return RankConfig(method="comera", gamma=1.0, rho=1.0, early_steps=early_steps, **pace)
+    if RankConfig().method == "comera":  # in which alone ranks start to fall with the late stage
+        pace["early_steps"] = early_steps
     return RankConfig(**pace)
 
 

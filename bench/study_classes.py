@@ -52,7 +52,7 @@ def classification(
     def evaluate(model: nn.Module, part: Part, share: float) -> float:
         examples = _spread(measured[part], max(1, round(share * len(measured[part]))))
         batches = examples.batches(EVALUATION_BATCH)
-        right = sum(int((model(*b.inputs).argmax(-1) == b.labels_N).sum()) for b in batches)
+        right = sum(int((model(*b.inputs).argmax(-1) == b.labels).sum()) for b in batches)
         return right / len(examples)
 
     return Task(
@@ -81,10 +81,10 @@ def classification(
 def class_loss(model: nn.Module, batch: Examples) -> Tensor:
     """Return the mean cross-entropy over a batch."""
     logits_BC: Tensor = model(*batch.inputs)
-    return F.cross_entropy(logits_BC, batch.labels_N)
+    return F.cross_entropy(logits_BC, batch.labels)
 
 
 def _spread(examples: Examples, most: int = MOST_EXAMPLES) -> Examples:
     count = min(most, len(examples))
-    places = torch.arange(count, device=examples.labels_N.device)
+    places = torch.arange(count, device=examples.labels.device)
     return examples.rows(places * len(examples) // count)
