@@ -347,7 +347,14 @@ def _rebuild(wrapper: Any) -> None:
     ]
     parameters, expect_sparse = wrapper._build_params_for_reducer()
     names = wrapper._build_debug_param_to_name_mapping(parameters)
-    wrapper._ddp_init_helper(parameters, expect_sparse, names, wrapper.static_graph)
+    # What a dead layer has left gets no gradient, and its bucket would wait for one.
+    kept = [k for k, parameter in enumerate(parameters) if parameter.numel()]
+    wrapper._ddp_init_helper(
+        [parameters[k] for k in kept],
+        [expect_sparse[k] for k in kept],
+        {position: names[k] for position, k in enumerate(kept)},
+        wrapper.static_graph,
+    )
     wrapper._has_rebuilt_buckets = False
     if wrapper.static_graph:
         wrapper._static_graph_delay_allreduce_enqueued = False
