@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import signal
 import time
 from collections.abc import Mapping
@@ -11,7 +9,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 
@@ -21,7 +18,8 @@ from comera_fx.demo.page import write_page
 from comera_fx.demo.results import RESULTS_FILE, collect, headline, write_json
 from comera_fx.demo.show import Progress, headline_table
 from comera_fx.demo.train import Race
-from comera_fx.errors import ConfigError
+from comera_fx.errors import ConfigError, RankError
+from comera_fx.train.files import read_state, write_atomically
 
 CHECKPOINT_FILE, PAGE_FILE = "checkpoint.pt", "report.html"
 _FORMAT = 1
@@ -121,9 +119,7 @@ def _refuse_to_overwrite(path: Path) -> None:
 
 def write_checkpoint(race: Race, path: Path) -> None:
     """Write the run to ``path``; a stop half-way leaves the old file, never half of a new one."""
-    draft = path.with_name(path.name + ".new")
-    torch.save({"format": _FORMAT, **race.state_dict()}, draft)
-    os.replace(draft, path)  # noqa: PTH105 - Path.replace is the same call
+    write_atomically(path, {"format": _FORMAT, **race.state_dict()})
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -140,9 +136,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             mend="leave out --resume, or name that run's folder with --out",
         )
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        state = {"format": f"a file torch.load refuses ({type(error).__name__})"}
+        state = read_state(path)
+    except RankError as error:
+        state = {"format": f"of a file that cannot be read ({error.got})"}
     if state.get("format") != _FORMAT:
         raise ConfigError(
             f"{path} is not a checkpoint that this version of the demo can read",
