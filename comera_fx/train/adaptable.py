@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import warnings
 import weakref
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
@@ -23,14 +26,15 @@ def adaptable_layers(model: nn.Module, config: RankConfig) -> dict[str, TTModule
     """Return name to layer for every trainable TT layer that has a bond and is not excluded.
 
     Raises:
-        RankError: If there is none, or ``exclude`` names none.
+        RankError: If there is none, or ``exclude`` or ``min_ranks`` names none.
     """
     modules = dict(tt_modules(unwrapped(model)))
-    for pattern in config.exclude:
+    fields = [("exclude", pattern) for pattern in config.exclude]
+    for field, pattern in [*fields, *(("min_ranks", pattern) for pattern in config.min_ranks)]:
         if not any(fnmatchcase(name, pattern) for name in modules):
             close = difflib.get_close_matches(pattern, list(modules), n=3, cutoff=0)
             raise RankError(
-                "RankConfig.exclude has a pattern that matches no TT layer",
+                f"RankConfig.{field} has a pattern that matches no TT layer",
                 got=repr(pattern),
                 expected=f"an fnmatch pattern over names of TT layers, such as {close}",
                 mend="correct the name, or use a wildcard such as '*.fc1'",
@@ -71,13 +75,13 @@ def claim(adapter: object, layers: dict[str, TTModule]) -> None:
         _OWNERS[layer] = weakref.ref(adapter)
 
 
-def check_holds_cores(optimizer: torch.optim.Optimizer, layers: dict[str, TTModule]) -> None:
-    """Raise unless the optimizer trains the cores of all layers.
+def check_holds_cores(optimizers: Sequence[Optimizer], layers: dict[str, TTModule]) -> None:
+    """Raise unless the optimizers train the cores of all layers.
 
     Raises:
         RankError: If it was built before ``optimize``, or from another model.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     missing = [
         name for name, layer in layers.items() if any(id(c) not in held for c in layer.cores)
     ]
@@ -90,8 +94,10 @@ def check_holds_cores(optimizer: torch.optim.Optimizer, layers: dict[str, TTModu
         )
 
 
-def hand_over(optimizer: torch.optim.Optimizer, layers: dict[str, TTModule]) -> None:
-    """Give the optimizer the layers' rank weights, in a group of their own.
+def hand_over(optimizers: Sequence[Optimizer], layers: dict[str, TTModule]) -> None:
+    """Give an optimizer the layers' rank weights, in a group of their own.
+
+    Of several it is the first with a group made for them, or else the first that holds a core.
 
     They go to the group of ``param_groups`` made for them, or to a new one. Where they stand in
     another group, as after ``AdamW(model.parameters())`` on a resumed model, they leave it: there
@@ -100,19 +106,20 @@ def hand_over(optimizer: torch.optim.Optimizer, layers: dict[str, TTModule]) -> 
     Raises:
         RankError: If a new group is needed and the optimizer cannot take one.
     """
+    cores = {id(core) for layer in layers.values() for core in layer.cores}
     weights = [weight for layer in layers.values() for weight in layer.rank_weights]
+    optimizer = _holder(optimizers, cores)
     own = [group for group in optimizer.param_groups if group.get("rank_weights")]
     if not own:
         _check_takes_groups(optimizer)
     ids = {id(weight) for weight in weights}
-    for group in optimizer.param_groups:
+    for group in [group for each in optimizers for group in each.param_groups]:
         if not group.get("rank_weights"):
             group["params"] = [p for p in group["params"] if id(p) not in ids]
     if own:
         held = {id(p) for p in own[0]["params"]}
         own[0]["params"].extend(weight for weight in weights if id(weight) not in held)
         return
-    cores = {id(core) for layer in layers.values() for core in layer.cores}
     lr = next(
         group["lr"]
         for group in optimizer.param_groups
@@ -121,6 +128,17 @@ def hand_over(optimizer: torch.optim.Optimizer, layers: dict[str, TTModule]) -> 
     lr = RANK_LR_SCALE * lr
     optimizer.add_param_group(
         {"params": weights, "lr": lr, "weight_decay": 0.0, "rank_weights": True}
+    )
+
+
+def _holder(optimizers: Sequence[Optimizer], cores: set[int]) -> Optimizer:
+    for optimizer in optimizers:
+        if any(group.get("rank_weights") for group in optimizer.param_groups):
+            return optimizer
+    return next(
+        optimizer
+        for optimizer in optimizers
+        if any(id(p) in cores for group in optimizer.param_groups for p in group["params"])
     )
 
 
@@ -142,7 +160,7 @@ def _check_takes_groups(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_types(model: object, optimizer: object, config: object) -> None:
+def check_types(model: object, optimizers: Sequence[object], config: object) -> None:
     """Raise where one of them is of another kind than ``RankAdapter`` takes.
 
     Raises:
@@ -150,7 +168,7 @@ def check_types(model: object, optimizer: object, config: object) -> None:
     """
     wanted: tuple[tuple[str, object, type | tuple[type, ...]], ...] = (
         ("model", model, nn.Module),
-        ("optimizer", optimizer, torch.optim.Optimizer),
+        *(("optimizer", optimizer, Optimizer) for optimizer in optimizers),
         ("config", config, (RankConfig, type(None))),
     )
     for name, value, kind in wanted:
@@ -163,18 +181,41 @@ def check_types(model: object, optimizer: object, config: object) -> None:
             )
 
 
-def warn_if_out_of_reach(layers: dict[str, TTModule], target: int, min_rank: int) -> None:
+def check_copy(copy: nn.Module, layers: dict[str, TTModule]) -> dict[str, TTModule]:
+    """Return the layers of a copy of the model, by the names they have in the model.
+
+    Raises:
+        RankError: If it lacks one of them, or has one in other modes, ranks or the same object.
+    """
+    inner = unwrapped(copy.module if isinstance(copy, AveragedModel) else copy)
+    own = dict(tt_modules(inner))
+    for name, layer in layers.items():
+        other = own.get(name)
+        if other is None or other is layer or other.spec != layer.spec:
+            is_same = "the model's own" if other is layer else getattr(other, "spec", "no TT layer")
+            raise RankError(
+                f"what is to follow the model is not a copy of it in layer {name!r}",
+                got=str(is_same),
+                expected=f"another layer of {layer.spec}",
+                mend="make the copy of the model as it is now: copy.deepcopy(model)",
+            )
+    return {name: own[name] for name in layers}
+
+
+def warn_if_out_of_reach(
+    layers: dict[str, TTModule], target: int, floors: Mapping[str, int]
+) -> None:
     """Say so where even the smallest ranks that cuts may reach hold more than the target."""
-    least = max(min_rank, 1)
     smallest = 0
-    for layer in layers.values():
+    for name, layer in layers.items():
+        least = max(floors[name], 1)
         ranks = (1, *(min(rank, least) for rank in layer.spec.ranks[1:-1]), 1)
         modes = enumerate(layer.spec.mode_sizes)
         smallest += sum(ranks[k] * mode * ranks[k + 1] for k, mode in modes)
     if smallest > target:
         warnings.warn(
-            f"the target of {target:,} parameters is out of reach: at rank {least} on every bond "
-            f"the layers hold {smallest:,}.",
+            f"the target of {target:,} parameters is out of reach: at the smallest ranks that cuts "
+            f"may leave the layers hold {smallest:,}.",
             stacklevel=4,
         )
 

@@ -205,6 +205,25 @@ class Processes:
         dist.all_reduce(total, group=group)
         return (total / group.size()).to(value.dtype)
 
+    def of_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of the first process, on the device and in the dtype of these."""
+        group = self.group
+        if group is None:
+            return list(tensors)
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        sent = flat.to(next(iter(self._layers.values())).cores[0].device)
+        dist.broadcast(sent, group=group, group_src=0)
+        parts = sent.to(flat).split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    @property
+    def checks(self) -> bool:
+        """Whether processes compare their decisions."""
+        group = self.group
+        if self._check is not None or group is None:
+            return bool(self._check) and group is not None
+        return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)
+
     def compare(self, decisions: Mapping[str, object]) -> None:
         """In debug mode, raise unless all processes have decided the same for every layer.
 
@@ -215,10 +234,7 @@ class Processes:
             RankError: In every process, naming the first layer that differs.
         """
         group = self.group
-        check = self._check
-        if check is None:
-            check = group is not None and dist.get_debug_level() == dist.DebugLevel.DETAIL
-        if group is None or not check:
+        if group is None or not self.checks:
             return
         device = next(iter(self._layers.values())).cores[0].device
         own = torch.tensor([_digest(d) for d in decisions.values()], device=device)

@@ -1,4 +1,4 @@
-"""Which ranks to give up: for a target size, and which of the dead ones to spare."""
+"""Which rank weights to give up for a target size, and which of the dead ones to spare."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comera_fx.modules import TTModule
 
 @torch.no_grad()
 def ranks_to_give_up(
-    layers: Mapping[str, TTModule], target: int, min_rank: int
+    layers: Mapping[str, TTModule], target: int, floors: Mapping[str, int]
 ) -> dict[str, list[Tensor]]:
     """Return, per layer and bond, a mask of the ranks without which the target is met.
 
@@ -24,7 +24,7 @@ def ranks_to_give_up(
     Args:
         layers: Name to layer; each has rank weights.
         target: Parameters to come down to.
-        min_rank: Ranks of a bond that stay in any case, if more than one.
+        floors: Layer name to the ranks of a bond that stay in any case, if more than one.
     """
     masks = {
         name: [torch.zeros_like(weight, dtype=torch.bool) for weight in layer.rank_weights]
@@ -37,7 +37,7 @@ def ranks_to_give_up(
         if size <= target:
             break
         left, here, right = ranks[name][bond - 1 : bond + 2]
-        if here <= max(min_rank, 1):
+        if here <= max(floors[name], 1):
             continue
         size -= left * modes[name][bond - 1] + modes[name][bond] * right
         ranks[name][bond] -= 1
@@ -86,7 +86,7 @@ class Bond:
         layer: Name of its layer; the bonds of a layer come left to right.
         values: The rank weight.
         alive: Indices that stay, in rising order.
-        spared: Those of them that had died.
+        spared: Those of them that had died and are to live.
     """
 
     layer: str
@@ -103,6 +103,10 @@ class Bond:
                 break
             alive.add(index)
         return cls(layer, values, sorted(alive))
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Have dead indices stay."""
+        self.alive = sorted([*self.alive, *indices])
 
 
 def spare(bonds: Sequence[Bond], modes: Mapping[str, Sequence[int]], target: int) -> None:
@@ -138,8 +142,8 @@ def spare(bonds: Sequence[Bond], modes: Mapping[str, Sequence[int]], target: int
         before = size(bond.layer)
         bond.alive = sorted([*kept, index])
         grown = total - before + size(bond.layer)
-        if grown > target:
-            bond.alive = kept
-        else:
+        bond.alive = kept
+        if grown <= target:
             total = grown
+            bond.keep([index])
             bond.spared.append(index)

@@ -1,0 +1,240 @@
+"""The layers that adapt, with all that must follow a change of their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comera_fx.compiled_code import forget_code
+from comera_fx.config import RankConfig
+from comera_fx.errors import RankError
+from comera_fx.modules import TTModule
+from comera_fx.train.adaptable import adaptable_layers, check_copy, warn_of_death
+from comera_fx.train.balance import Directions
+from comera_fx.train.processes import Processes, check_whole
+from comera_fx.train.resize import change_basis, check_state, cut_ranks, grow_ranks
+
+Kept = Mapping[str, Sequence[Sequence[int]]]
+"""Layer name to the indices that each inner bond keeps."""
+
+
+class AdaptedLayers:
+    """TT layers, the optimizers that hold them, the copies and wrappers that follow them.
+
+    A change is made in all of them or, where one cannot follow, in none.
+
+    Args:
+        model: The model as the user holds it.
+        optimizers: All that hold its cores.
+        config: Which layers stay out, and how small ranks may become.
+        check_processes: See ``Processes``.
+
+    Attributes:
+        by_name: The layers by qualified name.
+        processes: The processes that train them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        config: RankConfig,
+        check_processes: bool | None,
+    ) -> None:
+        self.by_name = adaptable_layers(model, config)
+        self.optimizers = list(optimizers)
+        self.processes = Processes(model, self.by_name, check_processes)
+        self.floors = {name: _floor(name, config) for name in self.by_name}
+        self._model = model
+        self._copies: list[dict[str, TTModule]] = []
+        self._expected = self.ranks
+        check_state(self.optimizers, self.by_name.items())
+
+    # ---- what is held ----
+
+    @property
+    def size(self) -> int:
+        """TT parameters now."""
+        return sum(layer.tt_params for layer in self.by_name.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the cores now."""
+        layers = self.by_name.values()
+        return sum(layer.tt_params * layer.cores[0].element_size() for layer in layers)
+
+    @property
+    def ranks(self) -> dict[str, list[int]]:
+        """Layer name to its inner ranks now."""
+        return {name: list(layer.spec.ranks[1:-1]) for name, layer in self.by_name.items()}
+
+    @property
+    def modes(self) -> dict[str, tuple[int, ...]]:
+        """Layer name to the sizes of its cores' modes."""
+        return {name: layer.spec.mode_sizes for name, layer in self.by_name.items()}
+
+    @property
+    def rank_weights(self) -> list[nn.Parameter]:
+        """Those of all layers, bond after bond; none unless the method has them."""
+        return [weight for layer in self.by_name.values() for weight in layer.rank_weights]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layers are."""
+        return next(iter(self.by_name.values())).cores[0].device
+
+    def follow(self, copy: nn.Module, threshold: float | None) -> None:
+        """Have a copy of the model change as its layers do.
+
+        Args:
+            copy: Has layers of the same names, wrapped or not.
+            threshold: Of the rank weights that it gets if the layers have some.
+
+        Raises:
+            RankError: If it is no such copy.
+        """
+        layers = check_copy(copy, self.by_name)
+        if threshold is not None:
+            for layer in layers.values():
+                layer.attach_rank_weights(threshold)
+        self._copies.append(layers)
+
+    # ---- what changes it ----
+
+    def check_can_change(self) -> None:
+        """Raise where a change could not be made everywhere.
+
+        Raises:
+            RankError: As ``check_whole`` and ``check_state`` do.
+        """
+        check_whole(self._model, self.by_name)
+        check_state(self.optimizers, self.by_name.items())
+        for copy in self._copies:
+            for name, layer in copy.items():
+                check_copy_ranks(name, layer, self.by_name[name])
+
+    def check_unchanged(self) -> None:
+        """Raise where ranks have changed otherwise than by this object.
+
+        Raises:
+            RankError: As after loading a checkpoint into the model alone.
+        """
+        if self.ranks != self._expected:
+            raise RankError(
+                "the model's ranks have changed outside the adapter",
+                got=f"ranks {self.ranks}",
+                expected=f"{self._expected}, as after the last cut",
+                mend="after model.load_state_dict load the optimizer's and the adapter's state too",
+            )
+
+    def check_alike(self) -> None:
+        """In debug mode, raise unless all processes hold equal cores.
+
+        Raises:
+            RankError: Naming the first layer that differs.
+        """
+        if self.processes.checks:
+            self.processes.compare(
+                {
+                    name: [(tuple(core.shape), core.double().sum().item()) for core in layer.cores]
+                    for name, layer in self.by_name.items()
+                }
+            )
+
+    def take_ranks(self) -> None:
+        """Take the ranks as they are now for those expected."""
+        self._expected = self.ranks
+
+    def cut(self, kept: Kept, *, stacklevel: int) -> bool:
+        """Keep only these indices of every bond; return whether anything was cut.
+
+        Args:
+            kept: Indices in rising order; layers that are not named stay.
+            stacklevel: Of a warning that a layer has died.
+        """
+        changed: list[nn.Parameter] = []
+        for name, indices in kept.items():
+            layer = self.by_name[name]
+            ranks = layer.spec.ranks[1:-1]
+            if all(len(alive) == rank for alive, rank in zip(indices, ranks, strict=True)):
+                continue
+            if layer.tt_params and not all(indices):
+                warn_of_death(name, stacklevel=stacklevel + 1)
+            chosen = [
+                torch.tensor(alive, dtype=torch.long, device=self.device) for alive in indices
+            ]
+            for each, optimizers in self._alike(name):
+                cut_ranks(each, chosen, optimizers)
+            changed += [*layer.cores, *layer.rank_weights]
+        self._changed(changed)
+        return bool(changed)
+
+    def turn(self, directions: Mapping[str, Sequence[Directions]]) -> bool:
+        """Turn every bond into these directions; return whether a rank has changed."""
+        changed: list[nn.Parameter] = []
+        for name, bonds in directions.items():
+            layer = self.by_name[name]
+            before = layer.spec.ranks
+            bases = [(bond.into, bond.out_of) for bond in bonds]
+            for each, optimizers in self._alike(name):
+                change_basis(each, bases, optimizers)
+            if layer.spec.ranks != before:
+                changed += [*layer.cores, *layer.rank_weights]
+        self._changed(changed)
+        return bool(changed)
+
+    def grow(self, counts: Mapping[str, Sequence[int]], seed: int) -> dict[str, list[int]]:
+        """Add so many directions to every bond; return how many each could use."""
+        added: dict[str, list[int]] = {}
+        changed: list[nn.Parameter] = []
+        for name, wanted in counts.items():
+            for each, optimizers in self._alike(name):
+                own = torch.Generator().manual_seed(seed)  # equal in copies and processes
+                added[name] = grow_ranks(each, wanted, optimizers, own)
+            if any(added[name]):
+                changed += [*self.by_name[name].cores, *self.by_name[name].rank_weights]
+        self._changed(changed)
+        return added
+
+    def agreed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of process 0, which may round otherwise than this one."""
+        return self.processes.of_first(tensors)
+
+    def _alike(self, name: str) -> list[tuple[TTModule, Sequence[Optimizer]]]:
+        copies: list[tuple[TTModule, Sequence[Optimizer]]] = [
+            (copy[name], ()) for copy in self._copies
+        ]
+        # The copies first: a layer's own ranks say whether the change is still to be made.
+        return [*copies, (self.by_name[name], self.optimizers)]
+
+    def _changed(self, parameters: list[nn.Parameter]) -> None:
+        self.take_ranks()
+        if parameters:
+            forget_code(parameters)
+            self.processes.rebuild()
+
+
+def check_copy_ranks(name: str, copy: TTModule, layer: TTModule) -> None:
+    """Raise where a copy's ranks are no longer those of its layer.
+
+    Raises:
+        RankError: Naming the layer.
+    """
+    if copy.spec.ranks != layer.spec.ranks:
+        raise RankError(
+            f"a copy that follows the model has other ranks in layer {name!r}",
+            got=f"ranks {copy.spec.ranks}",
+            expected=f"{layer.spec.ranks}, as in the model",
+            mend="load the copy's state together with the model's",
+        )
+
+
+def _floor(name: str, config: RankConfig) -> int:
+    for pattern, floor in config.min_ranks.items():
+        if fnmatchcase(name, pattern):
+            return floor
+    return config.min_rank

@@ -1,0 +1,82 @@
+"""TT rounding: ranks that the weights do not need are cut, within a given error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from comera_fx.config import RankConfig
+from comera_fx.errors import RankError
+from comera_fx.train.adapted import AdaptedLayers
+from comera_fx.train.balance import Directions, balanced_bonds
+
+
+def compact(
+    model: nn.Module, tol: float, optimizers: Optimizer | Sequence[Optimizer] = ()
+) -> float:
+    """Round the weights of all TT layers to the smallest ranks within an error.
+
+    Cores come into balanced form: every index of a bond is a singular direction, strongest first.
+    Where a ``RankAdapter`` is at work use its method of this name.
+
+    Args:
+        model: A model from ``optimize``.
+        tol: Relative Frobenius error allowed in each layer; 0 cuts only ranks that hold nothing.
+        optimizers: All that hold the cores; their state follows.
+
+    Returns:
+        The largest relative error that was made in a layer.
+
+    Raises:
+        RankError: If ``tol`` is out of range, the model has no trainable TT layer, or the state of
+            an optimizer cannot follow; nothing has changed.
+
+    Source:
+        Oseledets, "Tensor-Train Decomposition", SISC 2011, Algorithm 2 (rounding); from memory.
+
+    Example:
+        >>> error = comera_fx.train.compact(model, tol=0.01, optimizers=optimizer)
+    """
+    held = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    return compact_layers(AdaptedLayers(model, held, RankConfig(), None), tol)
+
+
+def compact_layers(layers: AdaptedLayers, tol: float) -> float:
+    """Round all layers; see ``compact``."""
+    if isinstance(tol, bool) or not isinstance(tol, (int, float)) or not 0 <= tol < 1:
+        raise RankError(
+            "the tolerance of compact is out of range",
+            got=repr(tol),
+            expected="a relative error, 0 <= tol < 1",
+            mend="use tol=0.01 for 1 %",
+        )
+    layers.check_can_change()
+    kept: Mapping[str, list[Directions]] = {
+        name: balanced_bonds(layer.effective_cores())
+        for name, layer in layers.by_name.items()
+        if layer.tt_params
+    }
+    cut = {name: [_first(bond, tol, len(own)) for bond in own] for name, own in kept.items()}
+    layers.turn(cut)
+    errors = [
+        math.sqrt(sum(_dropped(bond, small) for bond, small in zip(own, cut[name], strict=True)))
+        for name, own in kept.items()
+    ]
+    return max(errors, default=0.0)
+
+
+def _first(bond: Directions, tol: float, num_bonds: int) -> Directions:
+    """Keep the fewest directions whose loss is this bond's part of the error allowed."""
+    squares = bond.values.square()
+    tails = squares.flip(0).cumsum(0).flip(0)
+    allowed = tol**2 / num_bonds * (tails[:1] if tails.numel() else squares.new_zeros(1))
+    return bond.first(int((tails > allowed).sum()))
+
+
+def _dropped(bond: Directions, small: Directions) -> float:
+    squares = bond.values.square()
+    total = squares.sum()
+    return float(squares[len(small.values) :].sum() / total) if bool(total) else 0.0

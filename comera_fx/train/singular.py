@@ -1,0 +1,253 @@
+"""The methods "proximal" and "rounding": the singular values of every bond are the rank weights.
+
+At every cut the layers are brought into balanced form (``balance.py``), where the rank weights of
+a bond are its singular values: no parameter stands for them, and nothing is multiplied in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comera_fx.config import RankConfig
+from comera_fx.train.adapted import AdaptedLayers
+from comera_fx.train.balance import Directions, balanced_bonds
+from comera_fx.train.budget import Counts, counts_within, filled, rank_cost
+from comera_fx.train.growth import Growth
+from comera_fx.train.stages import Stage
+
+FADE = 0.5
+"""What singular values that have to go within two cuts keep at each of them: most of what they
+carry has moved elsewhere, or is missed and made up for, before they are cut."""
+FADE_AHEAD = 2
+"""How many cuts ahead that begins."""
+
+Bonds = dict[str, list[Directions]]
+
+
+class SingularValues:
+    """Lowers and cuts singular values.
+
+    Early: "proximal" takes ``gamma`` times the largest off the singular values of every bond
+    (soft thresholding: the proximal step of their sum), more where a rank holds more parameters;
+    "rounding" cuts each bond to a relative error. Late: the budget falls from the size there is
+    to the target, ``S* + (S - S*) (1 - p)^3`` at the share p of the way, and the directions that
+    carry most per parameter stay; "proximal" fades what will have to go.
+
+    Args:
+        layers: The layers.
+        config: Method, pace and floors.
+        target: Parameters to come down to, or ``None``.
+
+    Source:
+        Soft thresholding: Cai, Candes and Shen, "A Singular Value Thresholding Algorithm for
+        Matrix Completion", SIOPT 2010, section 2.1. Cubic budget: Zhu and Gupta, "To Prune, or
+        Not to Prune", 2017, section 3. Both from memory.
+    """
+
+    def __init__(self, layers: AdaptedLayers, config: RankConfig, target: int | None) -> None:
+        self._layers, self._config, self._target = layers, config, target
+        self._start_size = layers.size
+        self._dead: dict[str, list[deque[int]]] = {}
+        self._growth = Growth(layers, config)
+        self.met = target is not None and layers.size <= target
+
+    # ---- objective ----
+
+    def compares(self, stage: Stage) -> bool:
+        """Whether the loss is compared with anything: it is not."""
+        return False
+
+    def objective(self, task_loss: Tensor, seen: Tensor, stage: Stage) -> Tensor:
+        """Return the task loss."""
+        return task_loss
+
+    def stepped(self) -> None:
+        """Do nothing: singular values change at cuts only."""
+
+    def resized(self) -> None:
+        """Forget which directions were found dead, and look at the target again."""
+        self._dead.clear()
+        self.met = self._target is not None and self._layers.size <= self._target
+
+    def begin_late(self, mean_loss: float | None) -> None:
+        """Note the size that the budget falls from."""
+        self._start_size = self._layers.size
+
+    # ---- cuts ----
+
+    def prune(self, stage: Stage, progress: float) -> None:
+        """Bring all layers into balanced form, with fewer directions or weaker ones."""
+        layers = self._layers
+        self._growth.settle()  # trials that no step of the optimizer has met
+        layers.check_can_change()
+        layers.check_alike()
+        bonds = self._balanced()
+        if not bonds:
+            return
+        modes = {name: layers.modes[name] for name in bonds}
+        counts = {name: [len(bond.values) for bond in own] for name, own in bonds.items()}
+        if stage == "early":
+            if self._config.method == "proximal":
+                bonds = self._soft_thresholded(bonds)
+            counts = self._alive(bonds)
+            if self._target is not None:
+                counts = filled(_shares(bonds), modes, self._target, counts)
+        elif not self.met:
+            counts, bonds = self._within_budget(bonds, progress)
+        kept = {
+            name: [bond.first(count) for bond, count in zip(own, counts[name], strict=True)]
+            for name, own in bonds.items()
+        }
+        layers.turn(kept)
+        self.met = self._target is not None and layers.size <= self._target
+        if stage == "late" and not self.met:
+            self._growth.begin(self._room(progress))
+
+    def _balanced(self) -> Bonds:
+        """Return the singular directions of every layer that has ranks, those of process 0."""
+        found = {
+            name: balanced_bonds(layer.effective_cores())
+            for name, layer in self._layers.by_name.items()
+            if layer.tt_params
+        }
+        if self._layers.processes.group is None:
+            return found
+        flat = [t for own in found.values() for d in own for t in (d.values, d.into, d.out_of)]
+        sent = iter(self._layers.agreed(flat))
+        return {
+            name: [Directions(next(sent), next(sent), next(sent)) for _ in own]
+            for name, own in found.items()
+        }
+
+    def _soft_thresholded(self, bonds: Bonds) -> Bonds:
+        """Take the threshold off all singular values, weighted by what a rank costs."""
+        modes = self._layers.modes
+        costs = {
+            name: [rank_cost([len(b.values) for b in own], modes[name], k) for k in range(len(own))]
+            for name, own in bonds.items()
+        }
+        every = [cost for own in costs.values() for cost in own]
+        mean = sum(every) / len(every)
+        return {
+            name: [
+                _lowered(bond, self._config.gamma * cost / mean, self._config.threshold / 2)
+                for bond, cost in zip(own, costs[name], strict=True)
+            ]
+            for name, own in bonds.items()
+        }
+
+    def _alive(self, bonds: Bonds) -> Counts:
+        """Return how many directions stay that have not been dead ``patience`` times in a row."""
+        counts: Counts = {}
+        for name, own in bonds.items():
+            memory = self._dead.setdefault(name, [deque(maxlen=self._config.patience) for _ in own])
+            for bond, seen in zip(own, memory, strict=True):
+                seen.append(len(bond.values) - self._above(bond.values))
+            counts[name] = [
+                max(
+                    len(bond.values) - (min(seen) if len(seen) == seen.maxlen else 0),
+                    min(self._layers.floors[name], len(bond.values)),
+                )
+                for bond, seen in zip(own, memory, strict=True)
+            ]
+            for bond, seen, count in zip(own, memory, counts[name], strict=True):
+                for index in range(len(seen)):
+                    seen[index] -= min(seen[index], len(bond.values) - count)
+        return counts
+
+    def _above(self, values: Tensor) -> int:
+        """Return how many singular values of a bond, given in falling order, are not dead."""
+        if not values.numel():
+            return 0
+        threshold = self._config.threshold
+        if self._config.method == "proximal":
+            return int((values > threshold * values[0]).sum())
+        tails = values.square().flip(0).cumsum(0).flip(0).sqrt()
+        return int((tails > threshold * tails[0]).sum())
+
+    # ---- the way to a target ----
+
+    def _budget(self, progress: float) -> int:
+        assert self._target is not None, "only a target has a budget"
+        start = max(self._start_size, self._target)
+        return self._target + int((start - self._target) * (1 - min(progress, 1.0)) ** 3)
+
+    def _ahead(self, progress: float) -> float:
+        """The progress some cuts later."""
+        length = self._config.effective_shrink_steps
+        return progress + FADE_AHEAD * self._config.prune_every / length if length else 1.0
+
+    def _room(self, progress: float) -> int:
+        """Parameters that new ranks may hold until the next cut."""
+        return int(self._config.regrow * self._budget(progress))
+
+    def _within_budget(self, bonds: Bonds, progress: float) -> tuple[Counts, Bonds]:
+        shares = _shares(bonds)
+        modes = {name: self._layers.modes[name] for name in bonds}
+        floors = self._layers.floors
+        counts = counts_within(shares, modes, self._budget(progress), floors)
+        if self._config.method == "rounding" or progress >= 1:
+            return counts, bonds
+        later = counts_within(shares, modes, self._budget(self._ahead(progress)), floors)
+        return counts, {
+            name: [_faded(bond, count) for bond, count in zip(own, later[name], strict=True)]
+            for name, own in bonds.items()
+        }
+
+    # ---- save and resume ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers and lists."""
+        return {
+            "met": self.met,
+            "start_size": self._start_size,
+            "dead": {name: [list(seen) for seen in own] for name, own in self._dead.items()},
+            "growth": self._growth.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        self.met, self._start_size = state["met"], state["start_size"]
+        patience = self._config.patience
+        self._dead = {
+            name: [deque(seen, maxlen=patience) for seen in own]
+            for name, own in state["dead"].items()
+        }
+        self._growth.load_state_dict(state["growth"])
+
+
+def _shares(bonds: Mapping[str, list[Directions]]) -> dict[str, list[list[float]]]:
+    """Return the share of ``|W|^2`` that each direction carries."""
+    return {
+        name: [(bond.values.square() / bond.values.square().sum()).tolist() for bond in own]
+        for name, own in bonds.items()
+    }
+
+
+def _lowered(bond: Directions, share: float, least: float) -> Directions:
+    """Take ``share`` of the largest off all singular values, to ``least`` of it at most.
+
+    A direction of exactly 0 has no gradient that could bring it back.
+    """
+    values = bond.values
+    if not values.numel():
+        return bond
+    lowered = torch.maximum(values - share * values[0], values.clamp(max=least * values[0]))
+    return _scaled(bond, lowered / values)
+
+
+def _faded(bond: Directions, count: int) -> Directions:
+    """Weaken all but the first directions."""
+    factors = torch.ones_like(bond.values)
+    factors[count:] = FADE
+    return _scaled(bond, factors)
+
+
+def _scaled(bond: Directions, factors: Tensor) -> Directions:
+    half = factors.sqrt()
+    return Directions(bond.values * factors, bond.into * half, bond.out_of * half[:, None])

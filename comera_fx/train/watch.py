@@ -1,0 +1,79 @@
+"""Says when adaptation goes wrong: a size that does not move, a loss that a cut has raised."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+EXPLODED = 0.5
+"""A mean loss this share of itself above what it was before a cut has exploded."""
+STUCK_AFTER = 50
+"""Cuts without a change of size, on the way to a target, after which it is said."""
+
+
+class Watch:
+    """Looks at size and loss at every cut, and warns.
+
+    Attributes:
+        notes: What was said so far.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._size: int | None = None
+        self._unmoved = 0
+        self._loss_before: float | None = None
+        self._cut_at = 0
+
+    def look(
+        self, step: int, size: int, loss: float | None, *, awaits_cuts: bool, stacklevel: int
+    ) -> None:
+        """Take in the state after a cut, or after one that had nothing to cut.
+
+        Args:
+            step: Number of the step that has ended.
+            size: Parameters now.
+            loss: Running mean of the loss, all of it from before this cut.
+            awaits_cuts: Whether the size is to come down to a target.
+            stacklevel: Of the warnings.
+        """
+        before = self._loss_before
+        if before is not None and loss is not None and loss > before + EXPLODED * abs(before):
+            self._say(
+                f"the mean loss has gone from {before:.4g} to {loss:.4g} since the cut of step "
+                f"{self._cut_at}. Cut less at once: raise shrink_steps or the target, or lower "
+                "gamma or the learning rate.",
+                stacklevel,
+            )
+        moved = self._size is not None and size != self._size
+        if moved or before is None:
+            self._loss_before, self._cut_at = loss, step
+        self._unmoved = 0 if moved or not awaits_cuts else self._unmoved + 1
+        self._size = size
+        if self._unmoved == STUCK_AFTER:
+            self._say(
+                f"the size has stood at {size:,} for {STUCK_AFTER} cuts, and its target is not "
+                "met. Lower min_rank, or raise rho or the rank weights' learning rate; "
+                "the method 'proximal' or 'rounding' meets a target by a schedule.",
+                stacklevel,
+            )
+
+    def _say(self, note: str, stacklevel: int) -> None:
+        self.notes.append(note)
+        warnings.warn(note, stacklevel=stacklevel + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers and strings."""
+        return {
+            "notes": list(self.notes),
+            "size": self._size,
+            "unmoved": self._unmoved,
+            "loss_before": self._loss_before,
+            "cut_at": self._cut_at,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        self.notes = list(state["notes"])
+        self._size, self._unmoved = state["size"], state["unmoved"]
+        self._loss_before, self._cut_at = state["loss_before"], state["cut_at"]
