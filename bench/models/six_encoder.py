@@ -47,6 +47,8 @@ class SixEncoder(nn.Module):
         num_layers: Number of encoders.
         vocabulary: Number of tokens.
         max_tokens: Most positions.
+        num_classes: Number of classes.
+        padding: The token that no other one attends to; without one, all are attended to.
     """
 
     def __init__(
@@ -59,8 +61,11 @@ class SixEncoder(nn.Module):
         num_layers: int = NUM_LAYERS,
         vocabulary: int = VOCABULARY,
         max_tokens: int = MAX_TOKENS,
+        num_classes: int = NUM_CLASSES,
+        padding: int | None = None,
     ) -> None:
         super().__init__()
+        self.padding = padding
         self.word_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(max_tokens, width)
         self.type_embedding = nn.Embedding(2, width)
@@ -70,15 +75,16 @@ class SixEncoder(nn.Module):
             Encoder(width, ffn_width, num_heads, dropout) for _ in range(num_layers)
         )
         self.pooler = nn.Linear(width, width)
-        self.head = nn.Linear(width, NUM_CLASSES)
+        self.head = nn.Linear(width, num_classes)
 
     def forward(self, ids_BT: Tensor, types_BT: Tensor) -> Tensor:
         """Return the logits of each class."""
         positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
         x_BTD = self.word_embedding(ids_BT) + self.position_embedding(positions_T)
         x_BTD = self.dropout(self.norm(x_BTD + self.type_embedding(types_BT)))
+        is_read = None if self.padding is None else (ids_BT != self.padding)[:, None, None, :]
         for encoder in self.encoders:
-            x_BTD = encoder(x_BTD)
+            x_BTD = encoder(x_BTD, is_read)
         pooled_BD = torch.tanh(self.pooler(x_BTD[:, 0]))
         logits_BC: Tensor = self.head(pooled_BD)
         return logits_BC
@@ -107,18 +113,23 @@ class Encoder(nn.Module):
         self.norm_2 = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the stream (B, T, D)."""
-        x_BTD = self.norm_1(x_BTD + self.dropout(self._attend(x_BTD)))
+    def forward(self, x_BTD: Tensor, is_read: Tensor | None = None) -> Tensor:
+        """Return the stream (B, T, D).
+
+        Args:
+            x_BTD: The stream.
+            is_read: Which tokens are attended to (B, 1, 1, T); all of them, if ``None``.
+        """
+        x_BTD = self.norm_1(x_BTD + self.dropout(self._attend(x_BTD, is_read)))
         fed_BTD = self.down(F.gelu(self.up(x_BTD)))
         mixed_BTD: Tensor = self.norm_2(x_BTD + self.dropout(fed_BTD))
         return mixed_BTD
 
-    def _attend(self, x_BTD: Tensor) -> Tensor:
+    def _attend(self, x_BTD: Tensor, is_read: Tensor | None) -> Tensor:
         query, key, value = (
             layer(x_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(query, key, value)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=is_read)
         attended_BTD: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return attended_BTD
