@@ -46,6 +46,10 @@ class Stateful(Protocol):
         """Go on from ``state_dict``."""
 
 
+ORDER = (nn.Module, torch.optim.Optimizer, RankAdapter)
+"""What is loaded first, next and then, before everything else."""
+ALIKE = 2
+"""So many kinds of ``ORDER`` are the same in all processes."""
 Part = nn.Module | torch.optim.Optimizer | torch.Generator | Stateful
 
 
@@ -76,7 +80,8 @@ def save_run(
 
     Random states are saved too: of PyTorch on the CPU and on CUDA devices, of Python's
     ``random``, and of NumPy where it is loaded. Gradients are not. Under ``torch.distributed`` all
-    processes call it; the first one writes and all wait for it.
+    processes call it; the first one writes and all wait for it. Models, optimizers and ``extra``
+    are those of the first; of everything else each process has its own, and gets it back.
 
     Args:
         path: The file to write or replace; with ``keep``, the folder of numbered files. A folder
@@ -107,14 +112,13 @@ def save_run(
     path = Path(path)
     held = _flat(parts)
     check_request(path, step, keep)
-    names = _parameter_names(held)
     state = {
         "format": FORMAT,
         "version": VERSION,
         "step": step,
         "extra": extra,
         "random": _of_all_processes(random_states()),
-        "parts": {name: _saved(part, names) for name, part in held.items()},
+        "parts": _saved(held),
     }
     _by_the_first(lambda: _write(path, state, keep))
     return path if keep is None else numbered(path, step)
@@ -153,15 +157,23 @@ def load_run(
         path = latest_run(path) or path / "step-*.pt"
     held = _flat(parts)
     state = check_format(path, read_state(path, map_location))
-    saved = state["parts"]
-    check_names(held, saved, strict)
+    check_names(held, state["parts"], strict)
+    place = _place(len(state["random"]))
+    saved = {name: _of_place(state["parts"][name], place) for name in held}
     names = _parameter_names(held)
     for name, part in held.items():
         check_part(name, part, saved[name], names, strict)
     for name, part in sorted(held.items(), key=lambda item: _turn(item[1])):
         _load(part, saved[name]["state"])
-    if strict:
-        _restore_own(state["random"])
+    if strict and place is None:
+        warnings.warn(
+            f"{path} was saved by {len(state['random'])} processes and the run goes on with "
+            "another number: random states stay as they are, and what differs by process, such as "
+            "a sampler, is that of the first.",
+            stacklevel=2,
+        )
+    elif strict:
+        restore_random_states(state["random"][place])
     return SavedRun(state["step"], state["extra"], path)
 
 
@@ -210,17 +222,32 @@ def _bare(part: Any) -> Any:
 
 def _turn(part: Any) -> int:
     """When a part is loaded: an adapter needs its model's ranks and its optimizer's state."""
-    kinds = (nn.Module, torch.optim.Optimizer, RankAdapter)
-    return next((k for k, kind in enumerate(kinds) if isinstance(part, kind)), len(kinds))
+    return next((k for k, kind in enumerate(ORDER) if isinstance(part, kind)), len(ORDER))
 
 
-def _saved(part: Any, names: dict[int, str]) -> Saved:
-    if isinstance(part, torch.Generator):
-        return {"kind": "Generator", "state": part.get_state()}
-    saved = {"kind": type(part).__name__, "state": part.state_dict()}
-    if isinstance(part, torch.optim.Optimizer):
-        saved["names"] = held_names(part, names)
+def _saved(held: Mapping[str, Any]) -> dict[str, Saved]:
+    """Return what the file is to have of every part: its class, and its states by process."""
+    names = _parameter_names(held)
+    states = {name: _state(part) for name, part in held.items()}
+    alike = {name for name, part in held.items() if _turn(part) < ALIKE}
+    gathered = _of_all_processes({name: states[name] for name in held if name not in alike})
+    saved: dict[str, Saved] = {}
+    for name, part in held.items():
+        by_process = [states[name]] if name in alike else [each[name] for each in gathered]
+        saved[name] = {"kind": type(part).__name__, "states": by_process}
+        if isinstance(part, torch.optim.Optimizer):
+            saved[name]["names"] = held_names(part, names)
     return saved
+
+
+def _of_place(saved: Saved, place: int | None) -> Saved:
+    """Return what the file has of a part, with the state of one process."""
+    states = saved["states"]
+    return {**saved, "state": states[0 if len(states) == 1 or place is None else place]}
+
+
+def _state(part: Any) -> Any:
+    return part.get_state() if isinstance(part, torch.Generator) else part.state_dict()
 
 
 def _load(part: Any, state: Any) -> None:
@@ -255,17 +282,11 @@ def _of_all_processes(value: Any) -> list[Any]:
     return values
 
 
-def _restore_own(states: list[Any]) -> None:
-    """Take the random states that this process had, if there were as many processes."""
-    count = dist.get_world_size() if _are_several() else 1
-    if count != len(states):
-        warnings.warn(
-            f"the run was saved by {len(states)} processes and goes on with {count}: random "
-            "states stay as they are.",
-            stacklevel=3,
-        )
-        return
-    restore_random_states(states[dist.get_rank() if _are_several() else 0])
+def _place(count: int) -> int | None:
+    """Return this process's place among those that saved; ``None`` if they were not as many."""
+    if count != (dist.get_world_size() if _are_several() else 1):
+        return None
+    return dist.get_rank() if _are_several() else 0
 
 
 def _by_the_first(write: Callable[[], None]) -> None:

@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-MERSENNE = "MT19937"
-"""NumPy's default generator behind ``numpy.random.seed``, and the one that is saved."""
-
 
 def random_states() -> dict[str, Any]:
     """Return the states of this process, as ``torch.load(weights_only=True)`` reads them.
@@ -42,18 +39,33 @@ def restore_random_states(states: dict[str, Any]) -> None:
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     if states["numpy"] is not None:
-        import numpy as np
-
-        np.random.set_state((MERSENNE, *states["numpy"]))  # noqa: NPY002 - it restores the old API
+        _restore_numpy(states["numpy"])
 
 
-def _numpy_state() -> list[Any] | None:
+def _numpy_state() -> Any:
     if "numpy" not in sys.modules:
         return None
     import numpy as np
 
-    name, *state = np.random.get_state()  # noqa: NPY002 - users' loops draw from it
-    if name != MERSENNE:
-        return None
-    keys, *rest = state
-    return [keys.tolist(), *rest]
+    return _plain(np.random.get_state(legacy=False))  # noqa: NPY002 - users' loops draw from it
+
+
+def _restore_numpy(state: dict[str, Any]) -> None:
+    import numpy as np
+
+    kind = np.random.get_bit_generator().__class__.__name__
+    if kind != state["bit_generator"]:
+        warnings.warn(
+            f"the run was saved with NumPy drawing from {state['bit_generator']}, and here it "
+            f"draws from {kind}: its random state stays as it is.",
+            stacklevel=5,
+        )
+        return
+    np.random.set_state(state)  # noqa: NPY002 - it is the state of this generator
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers, text and lists for what NumPy has as arrays."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
