@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,12 +49,14 @@ QUICK = DemoConfig(
 class Sent:
     """Counts the bytes of the gradient buckets that are all-reduced."""
 
+    group: dist.ProcessGroup
     num_bytes: int = 0
 
-    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Count a bucket and average it over the processes, as without a hook."""
         self.num_bytes += bucket.buffer().nbytes
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+        averaged: torch.futures.Future[torch.Tensor] = allreduce_hook(self.group, bucket)
+        return averaged
 
     def take(self) -> int:
         """Return the bytes since the last call."""
@@ -69,13 +72,18 @@ def start() -> torch.device:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return torch.device("cuda", local_rank) if has_device else torch.device("cpu")
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if not has_device:
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def wrap(model: nn.Module) -> tuple[DistributedDataParallel, Sent]:
     """Return the model under DDP, and the count of what it sends."""
-    ddp, sent = DistributedDataParallel(model), Sent()
+    ddp = DistributedDataParallel(model)
+    sent = Sent(ddp.process_group)
     ddp.register_comm_hook(None, sent.hook)
     return ddp, sent
 
@@ -107,7 +115,7 @@ def train(model: nn.Module, corpus: Corpus, config: DemoConfig) -> list[Row]:
         optimizer.zero_grad()
         adapter.loss(task_loss).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        row = {"step": step, "stage": adapter.stage, "tt_params": adapter.size}
+        row: Row = {"step": step, "stage": adapter.stage, "tt_params": adapter.size}
         adapter.step()
         row |= {"loss": round(task_loss.item(), 3), "sent_bytes": sent.take()}
         if step % config.prune_every == 0 or step == config.steps - 1:

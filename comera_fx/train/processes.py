@@ -21,6 +21,9 @@ from comera_fx.errors import RankError
 from comera_fx.modules import TTModule
 from comera_fx.share.layers import is_sharded
 
+_built_for: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, torch.Size]]] = (
+    weakref.WeakKeyDictionary()
+)
 THRESHOLD = "rank_weight_threshold"
 """A buffer that never changes; sent along it would cost every forward pass a broadcast."""
 
@@ -193,6 +196,7 @@ class Processes:
         self._references = [weakref.ref(wrapper) for wrapper in wrappers]
         for wrapper in wrappers:
             _leave_thresholds_out(wrapper)
+            _built_for.setdefault(wrapper, _trained(wrapper))
 
     # ---- what is decided alike ----
 
@@ -203,7 +207,8 @@ class Processes:
             return value.detach()
         total = value.detach().to(torch.float64, copy=True)
         dist.all_reduce(total, group=group)
-        return (total / group.size()).to(value.dtype)
+        mean: Tensor = (total / group.size()).to(value.dtype)
+        return mean
 
     def of_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of the first process, on the device and in the dtype of these."""
@@ -213,7 +218,7 @@ class Processes:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         sent = flat.to(next(iter(self._layers.values())).cores[0].device)
         dist.broadcast(sent, group=group, group_src=0)
-        parts = sent.to(flat).split([tensor.numel() for tensor in tensors])
+        parts = torch.split(sent.to(flat), [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     @property
@@ -222,7 +227,7 @@ class Processes:
         group = self.group
         if self._check is not None or group is None:
             return bool(self._check) and group is not None
-        return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)
+        return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
     def compare(self, decisions: Mapping[str, object]) -> None:
         """In debug mode, raise unless all processes have decided the same for every layer.
@@ -258,6 +263,12 @@ class Processes:
         """Tell the wrappers that parameters have come, changed shape, or stopped training."""
         for wrapper in self.wrappers:
             _rebuild(wrapper)
+
+    def refresh(self) -> None:
+        """Rebuild where other parameters train than when a wrapper was last told."""
+        for wrapper in self.wrappers:
+            if _built_for.get(wrapper) != _trained(wrapper):
+                _rebuild(wrapper)
 
     def change_objective(self) -> None:
         """Tell wrappers that take the graph for static that another part of it has begun."""
@@ -372,6 +383,7 @@ def _rebuild(wrapper: Any) -> None:
         wrapper.static_graph,
     )
     wrapper._has_rebuilt_buckets = False
+    _built_for[wrapper] = _trained(wrapper)
     if wrapper.static_graph:
         wrapper._static_graph_delay_allreduce_enqueued = False
         wrapper.reducer._set_static_graph()
@@ -384,11 +396,16 @@ def _rebuild(wrapper: Any) -> None:
         wrapper.register_comm_hook(state, hook)
 
 
+def _trained(wrapper: Any) -> list[tuple[int, torch.Size]]:
+    return [(id(p), p.shape) for p in wrapper.module.parameters() if p.requires_grad]
+
+
 def _builtin_hook(wrapper: Any) -> Any:
     """Return the built-in communication hook of a wrapper, which it notes only in its log."""
     name = str(wrapper._get_ddp_logging_data().get("comm_hook", ""))
     kind, _, value = name.rpartition(".")
-    return getattr(dist.BuiltinCommHookType, value) if "BuiltinCommHookType" in kind else None
+    hooks = dist.BuiltinCommHookType  # type: ignore[attr-defined]
+    return getattr(hooks, value) if "BuiltinCommHookType" in kind else None
 
 
 def _forget_buckets(state: Any) -> None:

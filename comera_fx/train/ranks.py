@@ -232,6 +232,7 @@ class RankAdapter:
         """
         error = compact_layers(self._layers, tol)
         self._method.resized()
+        self._layers.processes.refresh()
         return error
 
     # ---- what can be read ----
@@ -339,6 +340,7 @@ class RankAdapter:
         if is_finite is not None and not bool(is_finite):
             return
         self._method.prune(stage, self._stages.late_progress)
+        self._layers.processes.refresh()
         if self._method.met:
             self._stages.end_early()
         loss = self._memory.value
