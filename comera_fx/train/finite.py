@@ -75,10 +75,12 @@ class FiniteSteps:
         enabled: bool = True,
         processes: Together | None = None,
     ) -> None:
-        several = isinstance(optimizers, Iterable)
-        self._optimizers = _checked(list(optimizers) if several else [optimizers])
+        listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        self._optimizers = _checked(listed)
         self._gradients, self._enabled, self._processes = gradients, enabled, processes
         self.num_steps = self.num_skipped = self.in_a_row = 0
+        self._noted: list[Tensor | None]
+        self._skipped: bool
         self._watch()
 
     def note(self, loss: Tensor) -> None:
@@ -131,7 +133,7 @@ class FiniteSteps:
 
     def _watch(self) -> None:
         """Put hooks on the optimizers, which go when this object does."""
-        self._noted: list[Tensor | None] = [None] * len(self._optimizers)
+        self._noted = [None] * len(self._optimizers)
         self._skipped = False
         if not self._enabled:
             return

@@ -15,7 +15,7 @@ def random_states() -> dict[str, Any]:
 
     CUDA devices are asked where CUDA is in use, NumPy where something has imported it.
     """
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if cuda else [],
@@ -53,7 +53,7 @@ def _numpy_state() -> Any:
 def _restore_numpy(state: dict[str, Any]) -> None:
     import numpy as np
 
-    kind = np.random.get_bit_generator().__class__.__name__
+    kind = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002 - users draw from it
     if kind != state["bit_generator"]:
         warnings.warn(
             f"the run was saved with NumPy drawing from {state['bit_generator']}, and here it "
