@@ -54,7 +54,11 @@ def make_task(quick: bool = False, device: str = "cpu") -> Task:
 
     def evaluate(model: nn.Module, part: Part, share: float) -> float:
         batches = held_out[part][: max(1, round(share * len(held_out[part])))]
-        return sum(next_byte_loss(model, each).item() for each in batches) / len(batches)
+        # As many sequences at a time as in training, or the peak of memory would be in here.
+        pieces = [piece for each in batches for piece in each.split(config.batch_size)]
+        return sum(next_byte_loss(model, each).item() * len(each) for each in pieces) / sum(
+            map(len, pieces)
+        )
 
     return Task(
         name="code_lm",

@@ -19,7 +19,6 @@ from comera_fx import OptimizeConfig, PlanConfig
 
 MOST_EXAMPLES = 4096
 """Quality is measured on at most so many, spread evenly over a part of the data."""
-EVALUATION_BATCH = 256
 TARGETS = ("word_embedding", "encoders.*", "pooler")
 
 
@@ -51,7 +50,8 @@ def classification(
 
     def evaluate(model: nn.Module, part: Part, share: float) -> float:
         examples = _spread(measured[part], max(1, round(share * len(measured[part]))))
-        batches = examples.batches(EVALUATION_BATCH)
+        # As many at a time as in training, or the peak of memory would be in here.
+        batches = examples.batches(batch_size)
         right = sum(int((model(*b.inputs).argmax(-1) == b.labels).sum()) for b in batches)
         return right / len(examples)
 
