@@ -8,23 +8,27 @@ and a figure beside it. Needs the data of ``bench.data.wordnet``. Run:
 
 from __future__ import annotations
 
-from bench.data.wordnet import load_wordnet_pairs
+from bench.data.wordnet import PAIRS_A_LABEL, load_wordnet_pairs
+from bench.models.classifier import CPU_SIZES, ClassifierSizes
 from bench.study import main
 from bench.study_classes import classification
 from bench.study_task import Task
 
-NAME = "sentence_pairs"
-SIZES = {"width": 256, "ffn_width": 1024, "num_heads": 4, "num_layers": 6}
-QUICK = {"width": 64, "ffn_width": 128, "num_heads": 2, "num_layers": 1}
+QUICK = ClassifierSizes(64, 128, 2, 1, vocabulary_size=1024, length=16)
 
 
 def make_task(quick: bool = False, device: str = "cpu") -> Task:
     """Return the task, its pairs made."""
-    if quick:
-        data = load_wordnet_pairs(vocabulary_size=1024, length=16, pairs_a_label=1)
-        return classification(NAME, data, steps=12, batch_size=8, sizes=QUICK, device=device)
-    data = load_wordnet_pairs()
-    return classification(NAME, data, steps=960, batch_size=32, sizes=SIZES, device=device)
+    sizes = QUICK if quick else CPU_SIZES
+    data = load_wordnet_pairs(
+        vocabulary_size=sizes.vocabulary_size,
+        length=sizes.length,
+        pairs_a_label=1 if quick else PAIRS_A_LABEL,
+    )
+    steps, batch_size = (12, 8) if quick else (960, 32)
+    return classification(
+        "sentence_pairs", data, steps=steps, batch_size=batch_size, sizes=sizes, device=device
+    )
 
 
 if __name__ == "__main__":

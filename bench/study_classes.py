@@ -5,7 +5,7 @@ Shape legend: B examples, T tokens, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bench.data.tokens import Dataset
 from bench.data.tokens import Part as Examples
-from bench.models.six_encoder import NUM_CLASSES, SixEncoder
+from bench.models.classifier import ClassifierSizes, accuracy, build_classifier, check_fits
 from bench.study_task import Part, Task
 from comera_fx import OptimizeConfig, PlanConfig
 
@@ -28,7 +28,7 @@ def classification(
     *,
     steps: int,
     batch_size: int,
-    sizes: Mapping[str, int],
+    sizes: ClassifierSizes,
     device: str = "cpu",
     dropout: float = 0.1,
 ) -> Task:
@@ -42,25 +42,25 @@ def classification(
         sizes: Sizes of the encoder.
         device: Where it trains.
         dropout: Share of the stream that is dropped in training.
+
+    Raises:
+        ConfigError: If the encoder is too small for the data.
     """
-    assert data.num_classes == NUM_CLASSES, "the encoder tells three classes apart"
+    check_fits(sizes, data)
     data = data.to(device)
     measured = {"validation": _spread(data.validation), "test": _spread(data.test)}
-    sizes = {"vocabulary": data.vocabulary_size, "max_tokens": data.length, **sizes}
 
     def evaluate(model: nn.Module, part: Part, share: float) -> float:
         examples = _spread(measured[part], max(1, round(share * len(measured[part]))))
         # As many at a time as in training, or the peak of memory would be in here.
-        batches = examples.batches(batch_size)
-        right = sum(int((model(*b.inputs).argmax(-1) == b.labels).sum()) for b in batches)
-        return right / len(examples)
+        return accuracy(model, examples, batch_size)
 
     return Task(
         name=name,
         quality="test accuracy",
         better="higher",
         steps=steps,
-        build=lambda: SixEncoder(dropout, **sizes),
+        build=lambda: build_classifier(sizes, data.num_classes, dropout),
         batch=lambda seed, step: data.batch(seed, step, batch_size),
         loss=class_loss,
         evaluate=evaluate,
@@ -71,7 +71,7 @@ def classification(
             "batch_size": batch_size,
             "dropout": dropout,
             "most": MOST_EXAMPLES,
-            **sizes,
+            **asdict(sizes),
         },
         device=device,
         warmup_steps=max(1, steps // 12),

@@ -10,6 +10,7 @@ import torch
 from bench import code_lm, study_child
 from bench.data.tokens import Example, make_dataset
 from bench.methods import METHODS, Setup
+from bench.models.classifier import ClassifierSizes
 from bench.study import Study, best_rate, main, mean_ms
 from bench.study_child import Job, Source, Timing, work, work_apart
 from bench.study_classes import classification
@@ -414,7 +415,7 @@ def words(label):
 def test_classes_are_told_apart_by_every_kind_of_method():
     examples = [Example((f"number {k} {words(k % 3)}",), k % 3, f"group {k}") for k in range(300)]
     data = make_dataset("words", examples, ("a", "b", "c"), vocabulary_size=320, length=12)
-    sizes = {"width": 32, "ffn_width": 64, "num_heads": 2, "num_layers": 1}
+    sizes = ClassifierSizes(32, 64, 2, 1, vocabulary_size=320, length=12)
     task = classification("words", data, steps=40, batch_size=16, sizes=sizes, dropout=0.0)
     target = target_params(task, 2.0)
     for method in ("dense", "tt", "low_rank"):
