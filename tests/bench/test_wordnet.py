@@ -1,8 +1,10 @@
 """Pairs from WordNet: labels from small trees, and the built data where the file is installed."""
 
+import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,21 +81,45 @@ def test_what_is_below_comes_nearest_first_and_once():
     assert list(tree.below("5")) == []
 
 
+def small_tree(parents, topics=None):
+    """Nouns by one-letter keys, given as a letter and its parents' letters."""
+    topics = topics or {}
+    return [
+        Noun(key, key, "", topics.get(key, "5"), tuple(above)) for key, above in parents.items()
+    ]
+
+
 def test_labels_are_what_the_tree_says(file):
     nouns = {noun.key: noun for noun in read_nouns(file)}
-    pairs = make_pairs(nouns.values())
+    tree, pairs = Tree(nouns.values()), make_pairs(nouns.values())
     # Of each root, 3 nouns have 12 below them, of which 4 are drawn, and 9 have 3.
     assert len(pairs) == 2 * 3 * (3 * 4 + 9 * 3)
-    for pair in pairs:
-        above, hypothesis = ancestors(nouns, pair.premise.key), pair.hypothesis
-        is_beside = bool(above & set(hypothesis.parents))
-        if hypothesis.key in above:
-            assert pair.label == 0
-        else:
-            assert pair.premise != hypothesis
-            assert pair.premise.key not in hypothesis.parents
-            assert pair.label == (1 if is_beside else 2)
-            assert pair.premise.topic == hypothesis.topic
+    above = {key: ancestors(nouns, key) for key in nouns}
+    for hypothesis in {pair.hypothesis for pair in pairs}:
+        (parent,) = hypothesis.parents
+        below = {key for key in nouns if hypothesis.key in above[key]}
+        family = {key for key in nouns if parent in above[key]}
+        beside = family - below - {hypothesis.key}
+        elsewhere = set(nouns) - family - {parent}
+        pools = tree.premises(hypothesis, random.Random(0))
+        assert [set(pool) for pool in pools] == [below, beside, elsewhere]
+        drawn = {(pair.premise.key, pair.label) for pair in pairs if pair.hypothesis == hypothesis}
+        assert all(key in pools[label] for key, label in drawn)
+
+
+def test_what_is_of_two_kinds_is_not_another_kind_and_other_topics_are_left_out():
+    # c is below both b and its co-hyponym d; x is elsewhere, y too but in another topic.
+    parents = {"a": "", "b": "a", "c": "bd", "d": "a", "e": "d", "x": "", "y": ""}
+    tree = Tree(small_tree(parents, {"y": "9"}))
+    pools = tree.premises(tree.nouns["b"], random.Random(0))
+    assert [sorted(pool) for pool in pools] == [["c"], ["d", "e"], ["x"]]
+
+
+def test_where_one_label_has_few_premises_there_are_few_of_each():
+    parents = {"a": "", "b": "a", "c": "b", "d": "b", "e": "b", "f": "a", "x": "", "y": ""}
+    pairs = make_pairs(small_tree(parents))
+    assert [(pair.hypothesis.key, pair.label) for pair in pairs] == [("b", k) for k in range(3)]
+    assert not make_pairs(small_tree({"a": "", "b": "a", "c": "b", "x": ""}))
 
 
 def test_each_hypothesis_comes_equally_often_with_each_label_and_no_pair_twice(file):
@@ -111,8 +137,19 @@ def test_pairs_follow_the_seed_and_do_not_depend_on_other_hypotheses(file):
     pairs = make_pairs(nouns)
     assert pairs == make_pairs(nouns)
     assert pairs != make_pairs(nouns, seed=1)
-    twin = [*nouns, Noun("99999999", nouns[1].word, nouns[1].definition, "05", nouns[1].parents)]
-    assert not any(pair.hypothesis.key == "99999999" for pair in make_pairs(twin))
+    # Without the other root's inner nouns as hypotheses: they are no longer anybody's parents.
+    fewer = [replace(noun, parents=()) if noun.word.startswith("tool") else noun for noun in nouns]
+    kept = [pair for pair in pairs if pair.hypothesis.word.startswith("beast")]
+    made = make_pairs(fewer)
+    assert [(p.premise.key, p.label) for p in made] == [(p.premise.key, p.label) for p in kept]
+
+
+def test_a_hypothesis_that_reads_the_same_as_another_is_left_out():
+    parents = {"a": "", "b": "a", "c": "b", "f": "a", "g": "f", "x": "", "y": ""}
+    nouns = small_tree(parents)
+    assert {pair.hypothesis.key for pair in make_pairs(nouns)} == {"b", "f"}
+    twins = [replace(noun, word="b") if noun.key == "f" else noun for noun in nouns]
+    assert {pair.hypothesis.key for pair in make_pairs(twins)} == {"b"}
 
 
 def test_pairs_and_tokens_are_the_same_in_every_process(file):
@@ -195,6 +232,6 @@ def test_installed_hypotheses_alone_tell_nothing():
     assert all(seen[text, 0] == seen[text, 1] == seen[text, 2] for text, _ in seen)
     assert 120_000 < len(pairs) < 130_000
     # Long enough that no hypothesis is cut: where one is cut depends on the premise beside it.
-    made = load_wordnet_pairs(path, length=256)
+    made = load_wordnet_pairs(path, length=192)
     assert sum(map(len, (made.train, made.validation, made.test))) == len(pairs)
     check_split(made)
