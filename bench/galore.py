@@ -96,7 +96,8 @@ def basis_of(grad: Tensor, rank: int | float) -> Tensor:
     count = rank if isinstance(rank, int) else max(1, math.ceil(rank * small))
     left, _, right = torch.linalg.svd(grad, full_matrices=False)
     basis = left if _on_the_left(grad.shape) else right.T
-    return basis[:, :count].contiguous()
+    kept: Tensor = basis[:, :count].contiguous()
+    return kept
 
 
 def project(grad: Tensor, basis: Tensor) -> Tensor:

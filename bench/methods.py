@@ -125,7 +125,7 @@ class GaLoreRun(Run):
 def _galore(setup: Setup) -> Run:
     model = setup.task.dense(setup.seed)
     layers = compressed_layers(model, setup.task.config)
-    matrices = [layer.weight for layer in layers.values()]
+    matrices = [model.get_parameter(f"{name}.weight") for name in layers]
     taken = {id(matrix) for matrix in matrices}
     rest = [p for p in model.parameters() if id(p) not in taken]
     galore = GaLoreAdamW(matrices, setup.rate, **GALORE)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bench.methods import Setup
-from bench.study_task import SELECTION_SEED, Task, target_params
+from bench.study_task import SELECTION_SEED, Part, Task, target_params
 from bench.study_train import time_steps, train
 from bench.timing import Row
 
@@ -89,7 +89,7 @@ def work(source: Source, job: Job | Timing) -> list[Row]:
         setup = Setup(task, SELECTION_SEED, 1e-3, task.steps, target)
         return time_steps(dict.fromkeys(job.methods, setup), job.shapes, job.rounds)
     setup = Setup(task, job.seed, job.rate, job.steps, target)
-    part = "validation" if job.seed == SELECTION_SEED else "test"
+    part: Part = "validation" if job.seed == SELECTION_SEED else "test"
     return [train(setup, job.method, part)]
 
 

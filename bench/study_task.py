@@ -100,7 +100,8 @@ def compressed_layers(model: nn.Module, config: OptimizeConfig) -> dict[str, nn.
 def target_params(task: Task, ratio: float) -> int:
     """Return how many parameters the compressed layers may hold at the end, without biases."""
     layers = compressed_layers(task.dense(0), task.config).values()
-    return int(sum(layer.weight.numel() for layer in layers) / ratio)  # type: ignore[operator]
+    counts = [p.numel() for layer in layers for n, p in layer.named_parameters() if n == "weight"]
+    return int(sum(counts) / ratio)
 
 
 def digest(settings: Mapping[str, Any]) -> str:
