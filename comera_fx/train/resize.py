@@ -64,7 +64,14 @@ def cut_ranks(module: TTModule, kept: Sequence[Tensor], optimizers: Sequence[Opt
         RankError: If ``kept`` does not fit the bonds, or as ``check_state``; nothing has changed.
 
     Example:
-        >>> cut_ranks(layer, [torch.tensor([0, 2]), torch.tensor([1])], [optimizer])
+        >>> from comera_fx.modules import TTLinear
+        >>> from comera_fx.spec import TTSpec
+        >>> layer = TTLinear(TTSpec("tt", (4, 4), (4, 4), (1, 4, 8, 4, 1)), 16, 16)
+        >>> optimizer = torch.optim.Adam(layer.parameters())
+        >>> kept = [torch.arange(4), torch.tensor([0, 2, 5]), torch.tensor([1, 2])]
+        >>> cut_ranks(layer, kept, [optimizer])
+        >>> layer.spec.ranks
+        (1, 4, 3, 2, 1)
     """
     _check_kept(module, kept)
     check_state(optimizers, [(_name(module), module)])
@@ -137,8 +144,12 @@ def grow_ranks(
             ``check_state``; nothing has changed.
 
     Example:
-        >>> grow_ranks(layer, [0, 4], [optimizer])
-        [0, 4]
+        >>> from comera_fx.modules import TTLinear
+        >>> from comera_fx.spec import TTSpec
+        >>> layer = TTLinear(TTSpec("tt", (4, 4), (4, 4), (1, 4, 8, 4, 1)), 16, 16)
+        >>> optimizer = torch.optim.Adam(layer.parameters())
+        >>> grow_ranks(layer, [1, 2, 0], [optimizer])
+        [0, 2, 0]
     """
     added = _usable(module, counts)
     check_state(optimizers, [(_name(module), module)])
@@ -233,8 +244,12 @@ def change_basis(
             nothing has changed.
 
     Example:
-        >>> q = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
-        >>> change_basis(layer, [(q, q.T)], [optimizer])
+        >>> from comera_fx.modules import TTLinear
+        >>> from comera_fx.spec import TTSpec
+        >>> layer = TTLinear(TTSpec("tt", (4, 4), (4, 4), (1, 4, 8, 4, 1)), 16, 16)
+        >>> optimizer = torch.optim.Adam(layer.parameters())
+        >>> turns = [torch.linalg.qr(torch.randn(n, n)).Q for n in (4, 8, 4)]
+        >>> change_basis(layer, [(turn, turn.T) for turn in turns], [optimizer])
     """
     _check_bases(module, bases)
     check_state(optimizers, [(_name(module), module)])
@@ -268,21 +283,20 @@ def _turns_of(module: TTModule, bases: Sequence[tuple[Tensor, Tensor]]) -> list[
     basis. What d takes out of a gradient, its inverse puts back; where d acts as 0 there is none.
     """
     turns: list[list[Basis]] = [[] for _ in module.cores]
-    ones = [None] * len(bases)
-    for bond, ((t, tinv), weight) in enumerate(
-        zip(bases, module.rank_weights or ones, strict=True), start=1
-    ):
+    weights = module.rank_weights or [None] * len(bases)
+    for bond, ((t, tinv), weight) in enumerate(zip(bases, weights, strict=True), start=1):
         left, right = module.cores[bond - 1], module.cores[bond]
         t, tinv = (matrix.to(right.device, torch.float64) for matrix in (t, tinv))
-        live = inverse = t.new_ones(t.shape[0])
+        live = t.new_ones(t.shape[0])
         if weight is not None:
             live = F.threshold(weight.detach(), module.rank_threshold, 0.0).to(right.dtype).double()
-            inverse = torch.where(live == 0, 0.0, 1 / live)
-        of_left, of_right = ((live, inverse), (t.new_ones(()), t.new_ones(())))
-        if weight is not None and not module.joins_left(bond):
-            of_left, of_right = of_right, of_left
-        turns[bond - 1].append(Basis(left.ndim - 1, t.T * of_left[0], tinv * of_left[1]))
-        turns[bond].append(Basis(0, tinv * of_right[0], t.T * of_right[1]))
+        inverse = torch.where(live == 0, 0.0, 1 / live)
+        if module.joins_left(bond):
+            turns[bond - 1].append(Basis(left.ndim - 1, t.T * live, tinv * inverse))
+            turns[bond].append(Basis(0, tinv, t.T))
+        else:
+            turns[bond - 1].append(Basis(left.ndim - 1, t.T, tinv))
+            turns[bond].append(Basis(0, tinv * live, t.T * inverse))
     return turns
 
 
