@@ -270,5 +270,5 @@ def _digest(parts: Sequence[Part], class_names: tuple[str, ...]) -> str:
     for part in parts:
         for tensor in (*part.inputs, part.labels):
             digest.update(repr(tuple(tensor.shape)).encode())
-            digest.update(tensor.numpy())
+            digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
