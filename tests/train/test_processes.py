@@ -5,7 +5,6 @@ The processes run this file as a script, with the name of one of ``SCENARIOS``.
 
 import contextlib
 import copy
-import gc
 import os
 import subprocess
 import sys
@@ -52,7 +51,15 @@ class Run:
     """A model in training; under DDP it sees every other row of a batch."""
 
     def __init__(
-        self, model, rank=None, rank_lr=0.05, hook=None, late_wrap=False, ddp=None, **config
+        self,
+        model,
+        rank=None,
+        rank_lr=0.05,
+        hook=None,
+        late_wrap=False,
+        ddp=None,
+        check_processes=None,
+        **config,
     ):
         self.model, self.rank = model, rank
         groups = param_groups(model, lr=3e-3, rank_lr=rank_lr)
@@ -61,7 +68,9 @@ class Run:
         wrap = rank is not None and DistributedDataParallel
         if wrap and not late_wrap:
             self.called = wrap(model, **(ddp or {}))
-        self.adapter = RankAdapter(self.called, self.optimizer, RankConfig(**config))
+        self.adapter = RankAdapter(
+            self.called, self.optimizer, RankConfig(**config), check_processes=check_processes
+        )
         if wrap and late_wrap:
             self.called = wrap(model, **(ddp or {}))
         if not wrap and dist.is_initialized():
@@ -102,7 +111,8 @@ def pair(rank, skips=False, dtype=torch.float64, **options):
     model = model_of(dtype)
     model.skips = skips
     alone = copy.deepcopy(model)
-    plain = {k: v for k, v in options.items() if k not in ("hook", "late_wrap", "ddp")}
+    own = ("hook", "late_wrap", "ddp", "check_processes")
+    plain = {key: value for key, value in options.items() if key not in own}
     return Run(model, rank, **options), Run(alone, **plain)
 
 
@@ -171,6 +181,21 @@ def bucket_views(rank):
 def accumulation(rank):
     for views in (False, True):
         train_alike(rank, micro_batches=3, ddp={"gradient_as_bucket_view": views})
+
+
+def singular_values(rank):
+    """The methods without rank weights: equal weights, whose cores may have other signs."""
+    for method in ("proximal", "rounding"):
+        many, one = pair(rank, check_processes=True, method=method, target_ratio=0.5, prune_every=5)
+        for number in range(50):
+            for run in (many, one):
+                run.step(number)
+            assert many.adapter.ranks == one.adapter.ranks
+            for found, wanted in zip(many.model.layers, one.model.layers, strict=True):
+                torch.testing.assert_close(
+                    found.dense_weight(), wanted.dense_weight(), rtol=1e-6, atol=1e-6
+                )
+        assert one.adapter.size <= one.adapter.target_size
 
 
 def resumed(rank):
@@ -252,29 +277,26 @@ def one_objective(rank):
 
 def one_not_finite(rank):
     """A loss that is not finite in one process keeps every process from cutting."""
-    run = Run(model_of(), rank, prune_every=1)
-    with torch.no_grad():
-        run.model.layers[0].rank_weight_2[3] = 0.0
-    for bad in (float("nan"), float("inf")):
-        run.adapter.loss(torch.tensor(bad if rank == 1 else 1.0))
+    warnings.filterwarnings("ignore", "the loss of step")
+    for skips in (True, False):
+        run = Run(model_of(), rank, prune_every=1, patience=1, skip_nonfinite=skips)
+        with torch.no_grad():
+            run.model.layers[0].rank_weight_2[3] = 0.0
+        for bad in (float("nan"), float("inf")):
+            run.adapter.loss(torch.tensor(bad if rank == 1 else 1.0))
+            run.adapter.step()
+            assert run.adapter.ranks["layers.0"] == [4, 8, 4]
+        run.adapter.loss(torch.tensor(1.0 + rank))
         run.adapter.step()
-        assert run.adapter.ranks["layers.0"] == [4, 8, 4]
-    run.adapter.loss(torch.tensor(1.0 + rank))
-    run.adapter.step()
-    assert run.adapter.ranks["layers.0"] == [4, 7, 4]
+        assert run.adapter.ranks["layers.0"] == [4, 7, 4]
 
 
 def disagreement(rank):
     """One process has lost a rank that the other has not."""
     for check, level in ((True, dist.DebugLevel.OFF), (None, dist.DebugLevel.DETAIL)):
         dist.set_debug_level(level)
-        run = Run(model_of(), rank, prune_every=1)
-        run.adapter = None
-        gc.collect()
-        adapter = RankAdapter(
-            run.called, run.optimizer, RankConfig(prune_every=1), check_processes=check
-        )
-        run.adapter = adapter
+        run = Run(model_of(), rank, check_processes=check, prune_every=1, patience=1)
+        adapter = run.adapter
         run.step(0)
         before = copy.deepcopy(adapter.ranks)
         if rank == 1:
@@ -390,6 +412,7 @@ SCENARIOS = {
         static_graph,
         bucket_views,
         accumulation,
+        singular_values,
         resumed,
         layer_dies,
         hooks,
