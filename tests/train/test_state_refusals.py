@@ -211,7 +211,7 @@ def test_a_wrapper_and_what_it_wraps_change_together():
 def test_a_wrapper_of_one_state_is_read_as_what_it_wraps():
     layer, optimizer = make(Sharing)
     step(layer, optimizer.optimizer)
-    grow_ranks(layer, [0, 2, 0], [optimizer, optimizer.optimizer])
+    grow_ranks(layer, [0, 2, 0], [optimizer.optimizer, optimizer])
     state = optimizer.state[layer.core_2]
     assert state["sum"].shape == (6, 4, 4)
     expected = state["sum"][:4].mean().expand(2, 4, 4)
