@@ -319,6 +319,8 @@ class RankConfig:
         regrow: Share of the size that goes to new ranks at every cut of "proximal" and
             "rounding" on the way to a target, where the gradient asks for them most; the next
             cut takes back what is worth less.
+        balance: Whether "comera" without a target turns every bond into its singular directions
+            after a cut, and takes those at or below ``threshold`` of the largest for dead.
         min_rank: Ranks are never cut below this; 0 lets a whole layer fade to its bias.
         min_ranks: Pattern of layers to a ``min_rank`` of their own; the first that matches.
         exclude: Patterns of layers whose ranks stay as they are.
@@ -345,6 +347,7 @@ class RankConfig:
     prune_every: int = 10
     patience: int = 2
     regrow: float = 0.0
+    balance: bool = True
     min_rank: int = 0
     min_ranks: Mapping[str, int] = field(default_factory=dict)
     exclude: Sequence[str] = ()
@@ -471,13 +474,12 @@ class RankConfig:
             "a mapping from patterns to ints, 0 or more",
             "write min_ranks={'*.fc1': 4}",
         )
-        _check(
-            isinstance(self.skip_nonfinite, bool),
-            "RankConfig.skip_nonfinite",
-            self.skip_nonfinite,
-            "True or False",
-            "give False where no step may wait for the device",
-        )
+        for name, mend in (
+            ("skip_nonfinite", "give False where no step may wait for the device"),
+            ("balance", "give False for the rank weights of the paper"),
+        ):
+            value = getattr(self, name)
+            _check(isinstance(value, bool), f"RankConfig.{name}", value, "True or False", mend)
 
     def _check_ends(self) -> None:
         epochs = self.early_epochs

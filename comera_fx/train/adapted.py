@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from comera_fx.compiled_code import forget_code
@@ -14,7 +14,7 @@ from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule
 from comera_fx.train.adaptable import adaptable_layers, check_copy, warn_of_death
-from comera_fx.train.balance import Directions
+from comera_fx.train.balance import Bonds, Directions, balanced_bonds
 from comera_fx.train.processes import Processes, check_whole
 from comera_fx.train.resize import change_basis, check_state, cut_ranks, grow_ranks
 
@@ -102,6 +102,23 @@ class AdaptedLayers:
             for layer in layers.values():
                 layer.attach_rank_weights(threshold)
         self._copies.append(layers)
+
+    def balanced(self) -> Bonds:
+        """Return the singular directions of every layer that has ranks.
+
+        With several processes, those of the first: others may round otherwise.
+        """
+        found = {
+            name: balanced_bonds(layer.effective_cores())
+            for name, layer in self.by_name.items()
+            if layer.tt_params
+        }
+        flat = [t for own in found.values() for d in own for t in (d.values, d.into, d.out_of)]
+        sent = iter(self.processes.of_first(flat))
+        return {
+            name: [Directions(next(sent), next(sent), next(sent)) for _ in own]
+            for name, own in found.items()
+        }
 
     # ---- what changes it ----
 
@@ -199,10 +216,6 @@ class AdaptedLayers:
                 changed += [*self.by_name[name].cores, *self.by_name[name].rank_weights]
         self._changed(changed)
         return added
-
-    def agreed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of process 0, which may round otherwise than this one."""
-        return self.processes.of_first(tensors)
 
     def _alike(self, name: str) -> list[tuple[TTModule, Sequence[Optimizer]]]:
         copies: list[tuple[TTModule, Sequence[Optimizer]]] = [

@@ -36,6 +36,15 @@ class Directions:
         """Keep the strongest directions only."""
         return Directions(self.values[:count], self.into[:, :count], self.out_of[:count])
 
+    def scaled(self, factors: Tensor) -> Directions:
+        """Multiply what every direction carries, ``(K,)`` positive factors, half on either side."""
+        half = factors.sqrt()
+        return Directions(self.values * factors, self.into * half, self.out_of * half[:, None])
+
+
+Bonds = dict[str, list[Directions]]
+"""Layer name to the directions of its inner bonds, left to right."""
+
 
 @torch.no_grad()
 def balanced_bonds(cores: Sequence[Tensor]) -> list[Directions]:

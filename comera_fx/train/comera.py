@@ -10,6 +10,7 @@ from torch import Tensor
 
 from comera_fx.config import RankConfig
 from comera_fx.train.adapted import AdaptedLayers
+from comera_fx.train.deaths import Deaths, above
 from comera_fx.train.method import FRAMES
 from comera_fx.train.select import Bond, ranks_to_give_up, spare
 from comera_fx.train.size import SizeOf
@@ -18,8 +19,8 @@ from comera_fx.train.stages import Stage
 SMALLEST_REFERENCE = 1e-12
 """Floor of |L0|, which the late stage divides by."""
 REVIVED = 1.01
-"""Dead ranks that the target has room for go back to this multiple of the threshold: live, and next to nothing in
-the weight."""
+"""Dead ranks that the target has room for go back to this multiple of the threshold: live, and
+next to nothing in the weight."""
 
 
 class CoMERA:
@@ -44,6 +45,7 @@ class CoMERA:
         self._reference: float | None = None
         self.met = False
         self._strikes = self._no_strikes()
+        self._deaths = Deaths(config.patience, layers.floors)
         self._choose_pushed()
 
     # ---- objective ----
@@ -163,11 +165,33 @@ class CoMERA:
             self._settle(True)
         if settles and not was_cut:
             layers.processes.rebuild()
+        if target is None and self._config.balance:
+            layers.check_alike()
+            self._balance()
         self._choose_pushed()
+
+    def _balance(self) -> None:
+        """Turn every bond into its singular directions, without those that have died.
+
+        As cores learn, every index of a bond comes to hold a part of what the bond carries, and
+        none can go. Singular directions are the ones of which as many as possible can; what the
+        penalty takes off their rank weights stays off their singular values.
+        """
+        layers, threshold = self._layers, self._config.threshold
+        bonds = layers.balanced()
+        counts = self._deaths.alive(bonds, lambda values: above(values, threshold))
+        layers.turn(
+            {
+                name: [bond.first(n) for bond, n in zip(own, counts[name], strict=True)]
+                for name, own in bonds.items()
+            }
+        )
+        self._strikes = self._no_strikes()
 
     def resized(self) -> None:
         """Begin anew with the rank weights there are, all of them 1."""
         self._strikes = self._no_strikes()
+        self._deaths.forget()
         if self._target is not None and self._layers.size <= self._target:
             self._settle(True)
         self._choose_pushed()
@@ -205,7 +229,7 @@ class CoMERA:
 
     @torch.no_grad()
     def _revive(self, bonds: list[Bond]) -> None:
-        """Put dead ranks that are spared just above the threshold, where a gradient reaches them."""
+        """Put spared ranks just above the threshold, where a gradient reaches them."""
         for bond, weight in zip(bonds, self._layers.rank_weights, strict=True):
             if bond.spared:
                 lifted = weight[bond.spared].clamp(min=REVIVED * self._config.threshold)
@@ -220,6 +244,7 @@ class CoMERA:
             "reference_loss": self._reference,
             "pushed": self._pushed and [mask.tolist() for mask in self._pushed],
             "strikes": [list(strikes) for strikes in self._strikes],
+            "deaths": self._deaths.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -227,6 +252,7 @@ class CoMERA:
         self._settle(state["met"])
         self._reference = state["reference_loss"]
         self._strikes = [list(strikes) for strikes in state["strikes"]]
+        self._deaths.load_state_dict(state["deaths"])
         device, pushed = self._layers.device, state["pushed"]
         self._push(
             pushed and [torch.tensor(mask, dtype=torch.bool, device=device) for mask in pushed]

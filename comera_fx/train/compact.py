@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.balance import Directions, balanced_bonds
+from comera_fx.train.balance import Directions
+from comera_fx.train.deaths import above_error
 
 
 def compact(
@@ -54,11 +55,7 @@ def compact_layers(layers: AdaptedLayers, tol: float) -> float:
             mend="use tol=0.01 for 1 %",
         )
     layers.check_can_change()
-    kept: Mapping[str, list[Directions]] = {
-        name: balanced_bonds(layer.effective_cores())
-        for name, layer in layers.by_name.items()
-        if layer.tt_params
-    }
+    kept = layers.balanced()
     cut = {name: [_first(bond, tol, len(own)) for bond in own] for name, own in kept.items()}
     layers.turn(cut)
     errors = [
@@ -70,10 +67,7 @@ def compact_layers(layers: AdaptedLayers, tol: float) -> float:
 
 def _first(bond: Directions, tol: float, num_bonds: int) -> Directions:
     """Keep the fewest directions whose loss is this bond's part of the error allowed."""
-    squares = bond.values.square()
-    tails = squares.flip(0).cumsum(0).flip(0)
-    allowed = tol**2 / num_bonds * (tails[:1] if tails.numel() else squares.new_zeros(1))
-    return bond.first(int((tails > allowed).sum()))
+    return bond.first(above_error(bond.values, tol / math.sqrt(num_bonds)))
 
 
 def _dropped(bond: Directions, small: Directions) -> float:

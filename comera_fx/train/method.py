@@ -8,8 +8,8 @@ from torch import Tensor
 
 from comera_fx.train.stages import Stage
 
-FRAMES = 3
-"""Frames between ``RankAdapter.step`` and a method's ``prune``, for warnings."""
+FRAMES = 7
+"""Frames between a user's call of ``RankAdapter.step`` and a warning of ``AdaptedLayers.cut``."""
 
 
 class Method(Protocol):

@@ -351,7 +351,7 @@ class RankAdapter:
             self.size,
             loss,
             awaits_cuts=awaits_cuts,
-            stacklevel=3 + WRAPPED,
+            stacklevel=4 + WRAPPED,
         )
 
     def _share_loss(self) -> None:

@@ -6,7 +6,6 @@ a bond are its singular values: no parameter stands for them, and nothing is mul
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from comera_fx.config import RankConfig
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.balance import Directions, balanced_bonds
+from comera_fx.train.balance import Bonds, Directions
 from comera_fx.train.budget import Counts, counts_within, filled, rank_cost
+from comera_fx.train.deaths import Deaths, above, above_error
 from comera_fx.train.growth import Growth
 from comera_fx.train.stages import Stage
 
@@ -25,8 +25,6 @@ FADE = 0.5
 carry has moved elsewhere, or is missed and made up for, before they are cut."""
 FADE_AHEAD = 2
 """How many cuts ahead that begins."""
-
-Bonds = dict[str, list[Directions]]
 
 
 class SingularValues:
@@ -52,7 +50,7 @@ class SingularValues:
     def __init__(self, layers: AdaptedLayers, config: RankConfig, target: int | None) -> None:
         self._layers, self._config, self._target = layers, config, target
         self._start_size = layers.size
-        self._dead: dict[str, list[deque[int]]] = {}
+        self._deaths = Deaths(config.patience, layers.floors)
         self._growth = Growth(layers, config)
         self.met = target is not None and layers.size <= target
 
@@ -71,7 +69,7 @@ class SingularValues:
 
     def resized(self) -> None:
         """Forget which directions were found dead, and look at the target again."""
-        self._dead.clear()
+        self._deaths.forget()
         self.met = self._target is not None and self._layers.size <= self._target
 
     def begin_late(self, mean_loss: float | None) -> None:
@@ -86,7 +84,7 @@ class SingularValues:
         self._growth.settle()  # trials that no step of the optimizer has met
         layers.check_can_change()
         layers.check_alike()
-        bonds = self._balanced()
+        bonds = layers.balanced()
         if not bonds:
             return
         modes = {name: layers.modes[name] for name in bonds}
@@ -94,7 +92,7 @@ class SingularValues:
         if stage == "early":
             if self._config.method == "proximal":
                 bonds = self._soft_thresholded(bonds)
-            counts = self._alive(bonds)
+            counts = self._deaths.alive(bonds, self._live)
             if self._target is not None:
                 counts = filled(_shares(bonds), modes, self._target, counts)
         elif not self.met:
@@ -107,22 +105,6 @@ class SingularValues:
         self.met = self._target is not None and layers.size <= self._target
         if stage == "late" and not self.met:
             self._growth.begin(self._room(progress))
-
-    def _balanced(self) -> Bonds:
-        """Return the singular directions of every layer that has ranks, those of process 0."""
-        found = {
-            name: balanced_bonds(layer.effective_cores())
-            for name, layer in self._layers.by_name.items()
-            if layer.tt_params
-        }
-        if self._layers.processes.group is None:
-            return found
-        flat = [t for own in found.values() for d in own for t in (d.values, d.into, d.out_of)]
-        sent = iter(self._layers.agreed(flat))
-        return {
-            name: [Directions(next(sent), next(sent), next(sent)) for _ in own]
-            for name, own in found.items()
-        }
 
     def _soft_thresholded(self, bonds: Bonds) -> Bonds:
         """Take the threshold off all singular values, weighted by what a rank costs."""
@@ -141,34 +123,10 @@ class SingularValues:
             for name, own in bonds.items()
         }
 
-    def _alive(self, bonds: Bonds) -> Counts:
-        """Return how many directions stay that have not been dead ``patience`` times in a row."""
-        counts: Counts = {}
-        for name, own in bonds.items():
-            memory = self._dead.setdefault(name, [deque(maxlen=self._config.patience) for _ in own])
-            for bond, seen in zip(own, memory, strict=True):
-                seen.append(len(bond.values) - self._above(bond.values))
-            counts[name] = [
-                max(
-                    len(bond.values) - (min(seen) if len(seen) == seen.maxlen else 0),
-                    min(self._layers.floors[name], len(bond.values)),
-                )
-                for bond, seen in zip(own, memory, strict=True)
-            ]
-            for bond, seen, count in zip(own, memory, counts[name], strict=True):
-                for index in range(len(seen)):
-                    seen[index] -= min(seen[index], len(bond.values) - count)
-        return counts
-
-    def _above(self, values: Tensor) -> int:
-        """Return how many singular values of a bond, given in falling order, are not dead."""
-        if not values.numel():
-            return 0
-        threshold = self._config.threshold
+    def _live(self, values: Tensor) -> int:
         if self._config.method == "proximal":
-            return int((values > threshold * values[0]).sum())
-        tails = values.square().flip(0).cumsum(0).flip(0).sqrt()
-        return int((tails > threshold * tails[0]).sum())
+            return above(values, self._config.threshold)
+        return above_error(values, self._config.threshold)
 
     # ---- the way to a target ----
 
@@ -206,18 +164,14 @@ class SingularValues:
         return {
             "met": self.met,
             "start_size": self._start_size,
-            "dead": {name: [list(seen) for seen in own] for name, own in self._dead.items()},
+            "deaths": self._deaths.state_dict(),
             "growth": self._growth.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``."""
         self.met, self._start_size = state["met"], state["start_size"]
-        patience = self._config.patience
-        self._dead = {
-            name: [deque(seen, maxlen=patience) for seen in own]
-            for name, own in state["dead"].items()
-        }
+        self._deaths.load_state_dict(state["deaths"])
         self._growth.load_state_dict(state["growth"])
 
 
@@ -238,16 +192,11 @@ def _lowered(bond: Directions, share: float, least: float) -> Directions:
     if not values.numel():
         return bond
     lowered = torch.maximum(values - share * values[0], values.clamp(max=least * values[0]))
-    return _scaled(bond, lowered / values)
+    return bond.scaled(lowered / values)
 
 
 def _faded(bond: Directions, count: int) -> Directions:
     """Weaken all but the first directions."""
     factors = torch.ones_like(bond.values)
     factors[count:] = FADE
-    return _scaled(bond, factors)
-
-
-def _scaled(bond: Directions, factors: Tensor) -> Directions:
-    half = factors.sqrt()
-    return Directions(bond.values * factors, bond.into * half, bond.out_of * half[:, None])
+    return bond.scaled(factors)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-EXPLODED = 0.5
-"""A mean loss this share of itself above what it was before a cut has exploded."""
+EXPLODED, NOTABLE = 0.5, 0.05
+"""A mean loss has exploded if it is the first share of itself above what it was before a cut, and
+the second share of the first loss that was seen: one that has come down to noise may double."""
 STUCK_AFTER = 50
 """Cuts without a change of size, on the way to a target, after which it is said."""
 
@@ -22,6 +23,7 @@ class Watch:
         self.notes: list[str] = []
         self._size: int | None = None
         self._unmoved = 0
+        self._first_loss: float | None = None
         self._loss_before: float | None = None
         self._cut_at = 0
 
@@ -37,8 +39,11 @@ class Watch:
             awaits_cuts: Whether the size is to come down to a target.
             stacklevel: Of the warnings.
         """
+        if self._first_loss is None:
+            self._first_loss = loss
         before = self._loss_before
-        if before is not None and loss is not None and loss > before + EXPLODED * abs(before):
+        if self._has_exploded(loss):
+            self._loss_before = loss  # said once
             self._say(
                 f"the mean loss has gone from {before:.4g} to {loss:.4g} since the cut of step "
                 f"{self._cut_at}. Cut less at once: raise shrink_steps or the target, or lower "
@@ -58,6 +63,12 @@ class Watch:
                 stacklevel,
             )
 
+    def _has_exploded(self, loss: float | None) -> bool:
+        before, first = self._loss_before, self._first_loss
+        if before is None or first is None or loss is None:
+            return False
+        return loss - before > max(EXPLODED * abs(before), NOTABLE * abs(first))
+
     def _say(self, note: str, stacklevel: int) -> None:
         self.notes.append(note)
         warnings.warn(note, stacklevel=stacklevel + 1)
@@ -68,6 +79,7 @@ class Watch:
             "notes": list(self.notes),
             "size": self._size,
             "unmoved": self._unmoved,
+            "first_loss": self._first_loss,
             "loss_before": self._loss_before,
             "cut_at": self._cut_at,
         }
@@ -76,4 +88,5 @@ class Watch:
         """Go on from ``state_dict``."""
         self.notes = list(state["notes"])
         self._size, self._unmoved = state["size"], state["unmoved"]
-        self._loss_before, self._cut_at = state["loss_before"], state["cut_at"]
+        self._first_loss, self._loss_before = state["first_loss"], state["loss_before"]
+        self._cut_at = state["cut_at"]
