@@ -161,7 +161,8 @@ def load_run(
     place = _place(len(state["random"]))
     saved = {name: _of_place(state["parts"][name], place) for name in held}
     names = _parameter_names(held)
-    for name, part in held.items():
+    # Adapters first: one of another method has given the model and the optimizer other parameters.
+    for name, part in sorted(held.items(), key=lambda item: not isinstance(item[1], RankAdapter)):
         check_part(name, part, saved[name], names, strict)
     for name, part in sorted(held.items(), key=lambda item: _turn(item[1])):
         _load(part, saved[name]["state"])

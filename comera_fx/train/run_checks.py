@@ -126,6 +126,13 @@ def check_part(name: str, part: Any, saved: Saved, names: Mapping[int, str], str
         missing = [key for key in part.state_dict() if key not in saved["state"]]
         if missing:
             raise _another(name, _some("no entry", missing), "make it as the saved run did")
+    if isinstance(part, RankAdapter) and part.config.method != saved["state"]["method"]:
+        raise _another(
+            name,
+            f"method {part.config.method!r}",
+            "make it with the RankConfig of the saved run",
+            repr(saved["state"]["method"]),
+        )
 
 
 def _check_model(name: str, model: nn.Module, saved: Mapping[str, Any], strict: bool) -> None:

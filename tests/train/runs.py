@@ -43,9 +43,10 @@ class Loop:
         seed: Of the weights; a resumed run has another, and its numbers come from the file.
         optimizer: A name in ``OPTIMIZERS``.
         plain: Whether the optimizer gets ``model.parameters()`` instead of groups.
+        settings: Of ``RankConfig``, instead of those of ``SETTINGS``.
     """
 
-    def __init__(self, seed=0, optimizer="adamw foreach", plain=False):
+    def __init__(self, seed=0, optimizer="adamw foreach", plain=False, **settings):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002 - users' loops do
@@ -57,7 +58,9 @@ class Loop:
             else param_groups(self.model, lr=lr, rank_lr=20 * lr)
         )
         self.optimizer = OPTIMIZERS[optimizer](groups)
-        self.adapter = RankAdapter(self.model, self.optimizer, RankConfig(**SETTINGS))
+        self.adapter = RankAdapter(
+            self.model, self.optimizer, RankConfig(**{**SETTINGS, **settings})
+        )
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=200)
         self.step = 0
         self.losses = []

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from comera_fx.modules import TTLinear
+from comera_fx.spec import TTSpec
 from comera_fx.train import latest_run, load_run, save_run
 from comera_fx.train.files import read_state, write_atomically
 from comera_fx.train.random_states import random_states, restore_random_states
@@ -27,23 +29,39 @@ STAGES = {
 }
 
 
+def check_resume(make, stage, path):
+    """Compare a run with one that was saved as it came to a stage, and went on in a new loop."""
+    loop = make(0)
+    while not STAGES[stage](loop):
+        loop.train(loop.step + 1)
+        assert loop.step < 60
+    if stage == "just after a cut":
+        assert loop.adapter.size > loop.adapter.target_size
+    loop.save(path)
+    end = loop.step + 12
+    whole = loop.train(end).numbers()
+    assert make(1).load(path).train(end).numbers() == whole
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("optimizer", "plain"),
     [("adamw foreach", False), ("adamw foreach", True), ("adamw fused", False), ("sgd", False)],
 )
 def test_a_run_goes_on_to_the_same_numbers(optimizer, plain, stage, tmp_path):
-    loop = Loop(0, optimizer, plain)
-    while not STAGES[stage](loop):
-        loop.train(loop.step + 1)
-        assert loop.step < 60
-    if stage == "just after a cut":
-        assert loop.adapter.size > loop.adapter.target_size
-    loop.save(tmp_path / "run.pt")
-    end = loop.step + 12
-    whole = loop.train(end).numbers()
-    again = Loop(1, optimizer, plain).load(tmp_path / "run.pt")
-    assert again.train(end).numbers() == whole
+    check_resume(lambda seed: Loop(seed, optimizer, plain), stage, tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "proximal", "regrow": 0.1, "shrink_steps": 20},
+        {"method": "rounding", "regrow": 0.1, "shrink_steps": 20},
+    ],
+)
+def test_methods_of_singular_values_go_on_too(settings, stage, tmp_path):
+    check_resume(lambda seed: Loop(seed, **settings), stage, tmp_path / "run.pt")
 
 
 @pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
@@ -177,6 +195,17 @@ def test_a_model_alone_is_loaded_for_evaluation(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(model(x), loop.model(x))
     load_run(tmp_path / "run.pt", strict=False, model=model.double())
+
+
+def test_a_layer_called_twice_takes_other_ranks(tmp_path):
+    saved, fresh = (
+        TTLinear(TTSpec("tt", (4, 4), (4, 4), (1, rank, rank, rank, 1)), 16, 16) for rank in (2, 4)
+    )
+    save_run(tmp_path / "run.pt", step=0, model=nn.Sequential(saved, nn.Tanh(), saved))
+    model = nn.Sequential(fresh, nn.Tanh(), fresh)
+    load_run(tmp_path / "run.pt", model=model)
+    assert fresh.spec.ranks == (1, 2, 2, 2, 1)
+    assert torch.equal(fresh.core_1, saved.core_1)
 
 
 # ---- kills ----

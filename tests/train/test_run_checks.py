@@ -65,6 +65,10 @@ def other_scheduler():
     return loop
 
 
+def other_method():
+    return Loop(1, method="rounding")
+
+
 def other_exclusions():
     loop = Loop(1)
     loop.adapter = None
@@ -86,6 +90,7 @@ def other_exclusions():
         (other_groups, r"another optimizer\n.*groups of \["),
         (other_order, r"another optimizer\n.*model.*in the place of model"),
         (other_scheduler, r"'scheduler' is of another kind.*\n.*StepLR\n.*CosineAnnealingLR"),
+        (other_method, r"another adapter\n.*method 'rounding'\n.*'comera', as in the file"),
         (other_exclusions, r"another adapter\n.*layer missing or in another place: 3"),
     ],
 )
@@ -152,9 +157,9 @@ def other_weight_length(state):
         ),
         (
             lambda path: rewrite(
-                path, lambda state: state["parts"]["adapter"]["states"][0].pop("pushed")
+                path, lambda state: state["parts"]["adapter"]["states"][0].pop("history")
             ),
-            r"another adapter\n.*no entry pushed",
+            r"another adapter\n.*no entry history",
         ),
         (lambda path: rewrite(path, inconsistent_ranks), r"another model\n.*3.core_1 of shape"),
         (lambda path: rewrite(path, other_weight_length), r"another model\n.*3.rank_weight_1 of"),
