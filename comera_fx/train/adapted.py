@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -103,16 +103,18 @@ class AdaptedLayers:
                 layer.attach_rank_weights(threshold)
         self._copies.append(layers)
 
-    def balanced(self) -> Bonds:
-        """Return the singular directions of every layer that has ranks.
+    def balanced(self, names: Iterable[str] | None = None) -> Bonds:
+        """Return the singular directions of layers, of all that have ranks if none are named.
 
         With several processes, those of the first: others may round otherwise.
         """
         found = {
-            name: balanced_bonds(layer.effective_cores())
-            for name, layer in self.by_name.items()
-            if layer.tt_params
+            name: balanced_bonds(self.by_name[name].effective_cores())
+            for name in (self.by_name if names is None else names)
+            if self.by_name[name].tt_params
         }
+        if not found:
+            return {}
         flat = [t for own in found.values() for d in own for t in (d.values, d.into, d.out_of)]
         sent = iter(self.processes.of_first(flat))
         return {
@@ -190,13 +192,20 @@ class AdaptedLayers:
         self._changed(changed)
         return bool(changed)
 
-    def turn(self, directions: Mapping[str, Sequence[Directions]]) -> bool:
-        """Turn every bond into these directions; return whether a rank has changed."""
+    def turn(self, directions: Mapping[str, Sequence[Directions]], *, stacklevel: int) -> bool:
+        """Turn every bond into these directions; return whether a rank has changed.
+
+        Args:
+            directions: Layer name to those of its bonds; layers that are not named stay.
+            stacklevel: Of a warning that a layer has died.
+        """
         changed: list[nn.Parameter] = []
         for name, bonds in directions.items():
             layer = self.by_name[name]
             before = layer.spec.ranks
             bases = [(bond.into, bond.out_of) for bond in bonds]
+            if not all(len(bond.values) for bond in bonds):
+                warn_of_death(name, stacklevel=stacklevel + 1)
             for each, optimizers in self._alike(name):
                 change_basis(each, bases, optimizers)
             if layer.spec.ranks != before:

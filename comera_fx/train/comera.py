@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comera_fx.config import RankConfig
+from comera_fx.modules import TTModule
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.deaths import Deaths, above
+from comera_fx.train.deaths import Deaths
 from comera_fx.train.method import FRAMES
 from comera_fx.train.select import Bond, ranks_to_give_up, spare
 from comera_fx.train.size import SizeOf
@@ -18,6 +20,9 @@ from comera_fx.train.stages import Stage
 
 SMALLEST_REFERENCE = 1e-12
 """Floor of |L0|, which the late stage divides by."""
+STALE = 0.3
+"""Where a rank weight has fallen below this since the last cut, what optimizers have averaged of
+gradients from before would be divided by it, and squares by its square: they begin anew."""
 REVIVED = 1.01
 """Dead ranks that the target has room for go back to this multiple of the threshold: live, and
 next to nothing in the weight."""
@@ -91,9 +96,7 @@ class CoMERA:
         would divide by them for a thousand steps, and no rank weight would move.
         """
         self._reference = mean_loss
-        for optimizer in self._layers.optimizers:
-            for weight in self._layers.rank_weights:
-                optimizer.state.pop(weight, None)
+        self._forget(self._layers.rank_weights)
 
     # ---- which rank weights move ----
 
@@ -178,15 +181,36 @@ class CoMERA:
         penalty takes off their rank weights stays off their singular values.
         """
         layers, threshold = self._layers, self._config.threshold
-        bonds = layers.balanced()
-        counts = self._deaths.alive(bonds, lambda values: above(values, threshold))
+        # Ranks that have died but are not cut yet would be lost with their direction.
+        resting = [
+            name for name, layer in layers.by_name.items() if self._lowest(layer) > threshold
+        ]
+        bonds = layers.balanced(resting)
+        counts = self._deaths.alive(
+            bonds, lambda values, largest: int((values > threshold * largest).sum())
+        )
+        for name in bonds:
+            if self._lowest(layers.by_name[name]) < STALE:
+                self._forget(layers.by_name[name].cores)
         layers.turn(
             {
                 name: [bond.first(n) for bond, n in zip(own, counts[name], strict=True)]
                 for name, own in bonds.items()
-            }
+            },
+            stacklevel=FRAMES + 1,
         )
-        self._strikes = self._no_strikes()
+        if bonds:
+            self._strikes = self._no_strikes()
+
+    @staticmethod
+    def _lowest(layer: TTModule) -> float:
+        weights = [weight.detach() for weight in layer.rank_weights if weight.numel()]
+        return float(torch.cat(weights).min()) if weights else 0.0
+
+    def _forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        for optimizer in self._layers.optimizers:
+            for parameter in parameters:
+                optimizer.state.pop(parameter, None)
 
     def resized(self) -> None:
         """Begin anew with the rank weights there are, all of them 1."""

@@ -16,8 +16,9 @@ from comera_fx.config import RankConfig
 from comera_fx.train.adapted import AdaptedLayers
 from comera_fx.train.balance import Bonds, Directions
 from comera_fx.train.budget import Counts, counts_within, filled, rank_cost
-from comera_fx.train.deaths import Deaths, above, above_error
+from comera_fx.train.deaths import Deaths, above_error
 from comera_fx.train.growth import Growth
+from comera_fx.train.method import FRAMES
 from comera_fx.train.stages import Stage
 
 FADE = 0.5
@@ -30,8 +31,8 @@ FADE_AHEAD = 2
 class SingularValues:
     """Lowers and cuts singular values.
 
-    Early: "proximal" takes ``gamma`` times the largest off the singular values of every bond
-    (soft thresholding: the proximal step of their sum), more where a rank holds more parameters;
+    Early: "proximal" takes ``gamma`` times the largest that the bond has had off all its singular
+    values (soft thresholding: the proximal step of their sum), more where a rank holds more;
     "rounding" cuts each bond to a relative error. Late: the budget falls from the size there is
     to the target, ``S* + (S - S*) (1 - p)^3`` at the share p of the way, and the directions that
     carry most per parameter stay; "proximal" fades what will have to go.
@@ -101,7 +102,7 @@ class SingularValues:
             name: [bond.first(count) for bond, count in zip(own, counts[name], strict=True)]
             for name, own in bonds.items()
         }
-        layers.turn(kept)
+        layers.turn(kept, stacklevel=FRAMES)
         self.met = self._target is not None and layers.size <= self._target
         if stage == "late" and not self.met:
             self._growth.begin(self._room(progress))
@@ -114,18 +115,19 @@ class SingularValues:
             for name, own in bonds.items()
         }
         every = [cost for own in costs.values() for cost in own]
-        mean = sum(every) / len(every)
+        mean, largest = sum(every) / len(every), self._deaths.largest(bonds)
+        config = self._config
         return {
             name: [
-                _lowered(bond, self._config.gamma * cost / mean, self._config.threshold / 2)
-                for bond, cost in zip(own, costs[name], strict=True)
+                _lowered(bond, config.gamma * cost / mean * top, config.threshold / 2 * top)
+                for bond, cost, top in zip(own, costs[name], largest[name], strict=True)
             ]
             for name, own in bonds.items()
         }
 
-    def _live(self, values: Tensor) -> int:
+    def _live(self, values: Tensor, largest: float) -> int:
         if self._config.method == "proximal":
-            return above(values, self._config.threshold)
+            return int((values > self._config.threshold * largest).sum())
         return above_error(values, self._config.threshold)
 
     # ---- the way to a target ----
@@ -183,16 +185,13 @@ def _shares(bonds: Mapping[str, list[Directions]]) -> dict[str, list[list[float]
     }
 
 
-def _lowered(bond: Directions, share: float, least: float) -> Directions:
-    """Take ``share`` of the largest off all singular values, to ``least`` of it at most.
+def _lowered(bond: Directions, amount: float, least: float) -> Directions:
+    """Take an amount off all singular values, but none of them below ``least``.
 
     A direction of exactly 0 has no gradient that could bring it back.
     """
-    values = bond.values
-    if not values.numel():
-        return bond
-    lowered = torch.maximum(values - share * values[0], values.clamp(max=least * values[0]))
-    return bond.scaled(lowered / values)
+    lowered = torch.maximum(bond.values - amount, bond.values.clamp(max=least))
+    return bond.scaled(lowered / bond.values)
 
 
 def _faded(bond: Directions, count: int) -> Directions:
