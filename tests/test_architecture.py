@@ -17,7 +17,7 @@ PACKAGE = "__init__"  # the room of names that `from comera_fx import name` find
 LAYERS = [  # lowest first; rooms on one line never import one another
     {"errors"},
     {"config", "lazy", "compiled_code", "op_inputs"},
-    {"spec"},
+    {"spec", "balance"},
     {"kernels", "tt", "shapes"},
     {"plan"},
     {"lower"},

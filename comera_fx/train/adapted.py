@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from comera_fx.balance import Bonds, Directions, balanced_bonds
 from comera_fx.compiled_code import forget_code
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule
 from comera_fx.train.adaptable import adaptable_layers, check_copy, warn_of_death
-from comera_fx.train.balance import Bonds, Directions, balanced_bonds
 from comera_fx.train.processes import Processes, check_whole
 from comera_fx.train.resize import change_basis, check_state, cut_ranks, grow_ranks
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from comera_fx.balance import Directions
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.balance import Directions
 from comera_fx.train.deaths import above_error
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from comera_fx.train.balance import Bonds
+from comera_fx.balance import Bonds
 from comera_fx.train.budget import Counts
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comera_fx.balance import Bonds, Directions
 from comera_fx.config import RankConfig
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.balance import Bonds, Directions
 from comera_fx.train.budget import Counts, counts_within, filled, rank_cost
 from comera_fx.train.deaths import Deaths, above_error
 from comera_fx.train.growth import Growth

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera_fx import tt
+from comera_fx.balance import balanced_bonds
 from comera_fx.spec import TTSpec
-from comera_fx.train.balance import balanced_bonds
 
 
 def random_train(modes, ranks, seed=0):
