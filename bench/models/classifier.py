@@ -40,7 +40,7 @@ class ClassifierSizes:
 
 
 CPU_SIZES = ClassifierSizes()
-"""A training step of 32 examples takes some 100 ms on two cores."""
+"""Small enough that some hundred training steps of 32 examples take minutes on one core."""
 GPU_SIZES = ClassifierSizes(768, 3072, 12, 6, 30522, 128)
 """The paper's width, depth and vocabulary."""
 
