@@ -4,11 +4,13 @@ from comera_fx.train.checkpoint import SavedRun, latest_run, load_run, save_run
 from comera_fx.train.finite import FiniteSteps
 from comera_fx.train.groups import param_groups
 from comera_fx.train.ranks import RankAdapter
+from comera_fx.train.rounding import compact
 
 __all__ = [
     "FiniteSteps",
     "RankAdapter",
     "SavedRun",
+    "compact",
     "latest_run",
     "load_run",
     "param_groups",

@@ -102,16 +102,11 @@ def hand_over(optimizers: Sequence[Optimizer], layers: dict[str, TTModule]) -> N
     They go to the group of ``param_groups`` made for them, or to a new one. Where they stand in
     another group, as after ``AdamW(model.parameters())`` on a resumed model, they leave it: there
     they would have the cores' rate and weight decay.
-
-    Raises:
-        RankError: If a new group is needed and the optimizer cannot take one.
     """
     cores = {id(core) for layer in layers.values() for core in layer.cores}
     weights = [weight for layer in layers.values() for weight in layer.rank_weights]
     optimizer = _holder(optimizers, cores)
     own = [group for group in optimizer.param_groups if group.get("rank_weights")]
-    if not own:
-        _check_takes_groups(optimizer)
     ids = {id(weight) for weight in weights}
     for group in [group for each in optimizers for group in each.param_groups]:
         if not group.get("rank_weights"):
@@ -129,6 +124,17 @@ def hand_over(optimizers: Sequence[Optimizer], layers: dict[str, TTModule]) -> N
     optimizer.add_param_group(
         {"params": weights, "lr": lr, "weight_decay": 0.0, "rank_weights": True}
     )
+
+
+def check_can_hand_over(optimizers: Sequence[Optimizer], layers: dict[str, TTModule]) -> None:
+    """Raise where ``hand_over`` would need a new group that the optimizer cannot take.
+
+    Raises:
+        RankError: For LBFGS, and for an optimizer that a scheduler knows the groups of.
+    """
+    optimizer = _holder(optimizers, {id(c) for layer in layers.values() for c in layer.cores})
+    if not any(group.get("rank_weights") for group in optimizer.param_groups):
+        _check_takes_groups(optimizer)
 
 
 def _holder(optimizers: Sequence[Optimizer], cores: set[int]) -> Optimizer:
@@ -160,15 +166,16 @@ def _check_takes_groups(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_types(model: object, optimizers: Sequence[object], config: object) -> None:
-    """Raise where one of them is of another kind than ``RankAdapter`` takes.
+def check_types(model: object, optimizer: object, config: object) -> list[Optimizer]:
+    """Return the optimizers; raise where something is of another kind than ``RankAdapter`` takes.
 
     Raises:
-        RankError: Naming the one that is.
+        RankError: Naming what is.
     """
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     wanted: tuple[tuple[str, object, type | tuple[type, ...]], ...] = (
         ("model", model, nn.Module),
-        *(("optimizer", optimizer, Optimizer) for optimizer in optimizers),
+        *(("optimizer", each, Optimizer) for each in optimizers or [None]),
         ("config", config, (RankConfig, type(None))),
     )
     for name, value, kind in wanted:
@@ -176,9 +183,10 @@ def check_types(model: object, optimizers: Sequence[object], config: object) -> 
             raise RankError(
                 f"RankAdapter got the wrong type of {name}",
                 got=type(value).__name__,
-                expected="an nn.Module, a torch optimizer and a RankConfig",
+                expected="an nn.Module, a torch optimizer or several, and a RankConfig",
                 mend="write RankAdapter(model, optimizer, RankConfig(target_ratio=0.5))",
             )
+    return [each for each in optimizers if isinstance(each, Optimizer)]
 
 
 def check_copy(copy: nn.Module, layers: dict[str, TTModule]) -> dict[str, TTModule]:

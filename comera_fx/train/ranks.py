@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.train.adaptable import (
+    check_can_hand_over,
     check_holds_cores,
     check_types,
     claim,
@@ -22,10 +23,10 @@ from comera_fx.train.adaptable import (
 )
 from comera_fx.train.adapted import AdaptedLayers
 from comera_fx.train.comera import CoMERA
-from comera_fx.train.compact import compact_layers
 from comera_fx.train.finite import FiniteSteps
 from comera_fx.train.method import Method
 from comera_fx.train.processes import check_whole_optimizer
+from comera_fx.train.rounding import compact_layers
 from comera_fx.train.singular import SingularValues
 from comera_fx.train.stages import LossMemory, Stage, Stages
 from comera_fx.train.watch import Watch
@@ -88,10 +89,9 @@ class RankAdapter:
         *,
         check_processes: bool | None = None,
     ) -> None:
-        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        check_types(model, optimizers, config)
+        optimizers = check_types(model, optimizer, config)
         self.config = config or RankConfig()
-        self.optimizers: list[Optimizer] = optimizers
+        self.optimizers = optimizers
         for each in optimizers:
             check_whole_optimizer(each)
         self._layers = AdaptedLayers(model, optimizers, self.config, check_processes)
@@ -116,6 +116,7 @@ class RankAdapter:
         layers, config, target = self._layers, self.config, self.target_size
         if config.method != "comera":
             return SingularValues(layers, config, target)
+        check_can_hand_over(self.optimizers, layers.by_name)
         for layer in layers.by_name.values():
             layer.attach_rank_weights(config.threshold)
         hand_over(self.optimizers, layers.by_name)
@@ -164,18 +165,20 @@ class RankAdapter:
     def step(self) -> None:
         """Count a step; every ``prune_every`` steps cut the ranks that have died.
 
-        Call it after ``optimizer.step()``.
+        Call it after ``optimizer.step()``. A step that was skipped, as its loss was not finite,
+        does not count.
         """
-        before = self.stage
-        was_skipped = self._finite.ended_step()
-        self._stages.count()
         self._num_forgotten = 0
+        if self._finite.ended_step():
+            return  # as if the batch had not been there
+        before = self.stage
+        self._stages.count()
         self._remind_of_loss()
         self._method.stepped()
         pruning = before != "warmup" and self._stages.num_steps % self.config.prune_every == 0
         if pruning or self.stage != before:
             self._share_loss()
-        if pruning and not was_skipped:
+        if pruning:
             self._prune(before)
         if self.stage == "late" and not self._has_begun_late:
             self._has_begun_late = True
