@@ -66,44 +66,13 @@ def balanced_bonds(cores: Sequence[Tensor]) -> list[Directions]:
         of slightly entangled quantum computations", PRL 2003, for the form; from memory.
 
     Example:
-        >>> bonds = balanced_bonds(layer.effective_cores())
-        >>> [len(bond.values) for bond in bonds] <= list(layer.spec.ranks[1:-1])
-        True
+        >>> cores = [torch.eye(2).reshape(1, 2, 2), torch.tensor([[[3.0]], [[4.0]]])]
+        >>> [bond.values.tolist() for bond in balanced_bonds(cores)]
+        [[5.0]]
     """
     flat_RXS = [core.detach().to("cpu", torch.float64).flatten(1, -2) for core in cores]
     lefts, rights = _roots(flat_RXS), _roots([core.transpose(0, 2) for core in reversed(flat_RXS)])
     return [_bond(left, right) for left, right in zip(lefts, reversed(rights), strict=True)]
-
-
-@torch.no_grad()
-def balanced_cores(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Return cores of the same weight and ranks in balanced form.
-
-    Cores come back as they are where a bond has more ranks than directions that hold anything.
-
-    Args:
-        cores: Cores ``(R, ..., S)``.
-
-    Returns:
-        New cores, in the dtype and on the device of the given ones.
-
-    Example:
-        >>> cores = balanced_cores(tt.random_cores(spec, std=0.02))
-    """
-    if any(core.numel() == 0 for core in cores):
-        return list(cores)
-    bonds = balanced_bonds(cores)
-    if any(len(b.values) < core.shape[0] for b, core in zip(bonds, cores[1:], strict=True)):
-        return list(cores)
-    new = []
-    for k, core in enumerate(cores):
-        turned = core.detach().to("cpu", torch.float64)
-        if k > 0:
-            turned = torch.tensordot(bonds[k - 1].out_of, turned, dims=1)
-        if k < len(bonds):
-            turned = torch.tensordot(turned, bonds[k].into, dims=1)
-        new.append(turned.to(core).contiguous())
-    return new
 
 
 def _roots(cores_RXS: Sequence[Tensor]) -> list[Tensor]:

@@ -214,7 +214,9 @@ class RankAdapter:
             RankError: If its TT layers are not those of the model.
 
         Example:
-            >>> average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+            >>> optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
+            >>> adapter = RankAdapter(model, optimizer, RankConfig(target_ratio=0.5))
+            >>> average = torch.optim.swa_utils.AveragedModel(model)
             >>> adapter.follow(average)
         """
         has_weights = self.config.method == "comera"
