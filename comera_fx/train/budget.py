@@ -15,7 +15,7 @@ Modes = Mapping[str, Sequence[int]]
 
 
 def params_of(counts: Counts, modes: Modes) -> int:
-    """Return the parameters of layers with these ranks.
+    """Return the parameters of layers with these ranks; one rank of 0 leaves a layer none.
 
     Example:
         >>> params_of({"fc": [2]}, {"fc": [3, 5]})
@@ -23,7 +23,7 @@ def params_of(counts: Counts, modes: Modes) -> int:
     """
     total = 0
     for name, inner in counts.items():
-        ranks = (1, *inner, 1)
+        ranks = (1, *(inner if all(inner) else [0] * len(inner)), 1)
         total += sum(ranks[k] * mode * ranks[k + 1] for k, mode in enumerate(modes[name]))
     return total
 
@@ -69,14 +69,18 @@ def counts_within(shares: Shares, modes: Modes, target: int, floors: Mapping[str
 
 
 def filled(shares: Shares, modes: Modes, target: int, counts: Counts) -> Counts:
-    """Return larger counts, where they still are within ``target``: the worthiest first."""
-    counts = {name: list(inner) for name, inner in counts.items()}
+    """Return larger counts, where they still are within ``target``: the worthiest first.
+
+    A layer of which one bond keeps nothing holds nothing; it comes back first, or not at all.
+    """
+    counts = _revived(shares, modes, target, counts)
     size = params_of(counts, modes)
     while True:
         fits = [
             (-shares[name][bond][counts[name][bond]] / cost, name, bond, cost)
             for name, bond in _places(counts)
-            if counts[name][bond] < len(shares[name][bond])
+            if all(counts[name])
+            and counts[name][bond] < len(shares[name][bond])
             and size + (cost := rank_cost(counts[name], modes[name], bond)) <= target
         ]
         if not fits:
@@ -84,6 +88,16 @@ def filled(shares: Shares, modes: Modes, target: int, counts: Counts) -> Counts:
         _, name, bond, cost = min(fits)
         counts[name][bond] += 1
         size += cost
+
+
+def _revived(shares: Shares, modes: Modes, target: int, counts: Counts) -> Counts:
+    """Let every bond of a layer keep one direction, where that is within the target."""
+    counts = {name: list(inner) for name, inner in counts.items()}
+    for name in sorted(counts):
+        if not all(counts[name]) and all(shares[name]):
+            alive = {**counts, name: [max(count, 1) for count in counts[name]]}
+            counts = alive if params_of(alive, modes) <= target else counts
+    return counts
 
 
 def _places(counts: Counts) -> list[tuple[str, int]]:
