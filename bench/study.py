@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ import torch
 from bench.methods import FIRST, METHODS, Setup
 from bench.options import RESULTS
 from bench.study_child import Job, Source, Timing, work_apart
-from bench.study_rows import KEY, as_text, end_line, key_of, latest, read_rows
+from bench.study_rows import KEY, as_text, end_line, key_of, latest, mean_ms, read_rows
 from bench.study_table import write_report
 from bench.study_task import DEFAULT_RATIO, SELECTION_SEED, Task, digest, target_params
 from bench.timing import Row, append_rows
@@ -45,6 +47,8 @@ RESULT = (
 )
 """Columns of a row, beside its key and what ``append_rows`` adds."""
 Work = Callable[[Source, Job | Timing], list[Row]]
+Planned = tuple[str, str, int, float, int]
+"""Method, budget, seed, rate and steps of a run."""
 
 
 @dataclass
@@ -58,6 +62,7 @@ class Study:
         rates: Rates to choose from.
         seeds: Seeds to report.
         rounds: Turns in which steps are timed.
+        jobs: Runs at a time, which share the threads; steps are timed alone, on all of them.
         minutes: No run starts after so many; never too late, if ``None``.
         retry: Whether runs that failed are run again.
         work: Does a job.
@@ -72,6 +77,7 @@ class Study:
     rates: Sequence[float] = RATES
     seeds: Sequence[int] = SEEDS
     rounds: int = ROUNDS
+    jobs: int = 1
     minutes: float | None = None
     retry: bool = False
     work: Work = work_apart
@@ -100,19 +106,25 @@ class Study:
         self.csv = self.folder / f"{self.task.name}.csv"
         self.steps_csv = self.folder / f"{self.task.name}_steps.csv"
         self._start = time.monotonic()
+        self._lock = Lock()
         self._load()
 
     def run(self) -> None:
         """Do every run that is missing, as long as there is time."""
         for group in self._groups():
-            for method in group:
-                for rate in self.rates:
-                    self._run(method, "steps", SELECTION_SEED, rate, self.task.steps)
+            self._run_all(
+                (method, "steps", SELECTION_SEED, rate, self.task.steps)
+                for method in group
+                for rate in self.rates
+            )
             chosen = [name for name in group if self.best_rate(name) is not None]
             self._time(chosen)
-            for seed in self.seeds:
-                for method in chosen:
-                    self._run_seed(method, seed)
+            self._run_all(
+                run
+                for seed in self.seeds
+                for method in chosen
+                for run in self._of_seed(method, seed)
+            )
 
     def best_rate(self, method: str) -> float | None:
         """Return the rate of the best quality on the seed that is not reported.
@@ -141,13 +153,13 @@ class Study:
 
     # ---- runs ----
 
-    def _run_seed(self, method: str, seed: int) -> None:
+    def _of_seed(self, method: str, seed: int) -> Iterator[Planned]:
         rate = self.best_rate(method)
         assert rate is not None, "methods without a rate are not run"
-        self._run(method, "steps", seed, rate, self.task.steps)
+        yield method, "steps", seed, rate, self.task.steps
         steps = self._steps_in_time(method)
         if method != "dense" and steps is not None:
-            self._run(method, "time", seed, rate, steps)
+            yield method, "time", seed, rate, steps
 
     def _steps_in_time(self, method: str) -> int | None:
         """Return how many steps of a method fit into the time of all of the dense model's."""
@@ -157,16 +169,21 @@ class Study:
             return None
         return max(1, int(self.task.steps * timing["dense_ms"] / mean_ms(timing, chosen[-1])))
 
+    def _run_all(self, runs: Iterable[Planned]) -> None:
+        with ThreadPoolExecutor(self.jobs) as pool:
+            list(pool.map(lambda run: self._run(*run), runs))
+
     def _run(self, method: str, budget: str, seed: int, rate: float, steps: int) -> None:
         values = (self.task.name, method, budget, seed, rate, self.digests[method])
         key: Row = dict(zip(KEY, values, strict=True))
         done = {key_of(row): row for row in self.rows}.get(key_of(key))
         if self._is_late() or (done and not (self.retry and done["failure"])):
             return
-        print(f"{self.task.name}: {method}, seed {seed}, rate {rate:g}, {steps} steps", flush=True)
+        name = f"{self.task.name}: {method}, seed {seed}, rate {rate:g}, {steps} steps"
+        print(name, flush=True)
         found: Row = dict.fromkeys(RESULT, "")
         try:
-            found |= self.work(self.source, Job(method, seed, rate, steps))[0]
+            found |= self.work(self._share(), Job(method, seed, rate, steps))[0]
         except RuntimeError as error:
             found |= {"quality": math.nan, "curve": [], "shapes": {}, "failure": str(error)}
         held = found["compressed_params"]
@@ -175,7 +192,14 @@ class Study:
         found |= {"steps": steps, "device": self.source.device}
         self._append(self.csv, [as_text({**key, **{name: found[name] for name in RESULT}})])
         outcome = found["failure"] or f"{self.task.quality} {found['quality']:.4f}"
-        print(f"  {outcome}", flush=True)
+        print(f"{name}: {outcome}", flush=True)
+
+    def _share(self) -> Source:
+        """Return the source with the threads of one of several runs at a time."""
+        if self.jobs == 1:
+            return self.source
+        threads = self.source.threads or torch.get_num_threads()
+        return replace(self.source, threads=max(1, threads // self.jobs))
 
     def _time(self, methods: Sequence[str]) -> None:
         missing = [name for name in methods if self.timing_of(name) is None]
@@ -206,9 +230,10 @@ class Study:
     # ---- what is there ----
 
     def _append(self, path: Path, rows: Sequence[Row]) -> None:
-        end_line(path)
-        append_rows(path, rows)
-        self._load()
+        with self._lock:
+            end_line(path)
+            append_rows(path, rows)
+            self._load()
 
     def _load(self) -> None:
         self.rows = latest(read_rows(self.csv))
@@ -259,17 +284,6 @@ def best_rate(rows: Sequence[dict[str, Any]], task: Task, rates: Sequence[float]
     return best
 
 
-def mean_ms(timing: Row, row: Row) -> float:
-    """Return the milliseconds of a step, over a run whose layers became smaller.
-
-    Times between start and end are taken to follow the sizes.
-    """
-    start, final = float(str(timing["start_ms"])), float(str(timing["final_ms"]))
-    first, mean, last = (int(str(row[f"{n}_params"])) for n in ("start", "mean", "compressed"))
-    share = (mean - last) / (first - last) if first > last else 1.0
-    return final + share * (start - final)
-
-
 def _is_selection(row: Row) -> bool:
     return row["seed"] == SELECTION_SEED and row["budget"] == "steps"
 
@@ -298,6 +312,7 @@ def main(module: str, description: str | None, arguments: Sequence[str] | None =
         rates=options.rates or (QUICK_RATES if quick else RATES),
         seeds=options.seeds or (QUICK_SEEDS if quick else SEEDS),
         rounds=QUICK_ROUNDS if quick else ROUNDS,
+        jobs=options.jobs,
         minutes=options.minutes,
         retry=options.retry,
     )
@@ -312,6 +327,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--only", type=_names, help="methods to run, with commas between them")
     parser.add_argument("--seeds", type=_of(int), help="seeds to report, with commas")
     parser.add_argument("--rates", type=_of(float), help="rates to choose from, with commas")
+    parser.add_argument("--jobs", type=_count, default=1, help="runs at a time; 1 by default")
     parser.add_argument("--minutes", type=float, help="start no run after so many minutes")
     parser.add_argument("--ratio", type=float, default=DEFAULT_RATIO, help="dense over small")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -328,3 +344,10 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return lambda text: tuple(kind(part) for part in text.split(","))
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{count} runs at a time; give 1 or more")
+    return count

@@ -67,6 +67,17 @@ def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list({key_of(row): row for row in rows}.values())
 
 
+def mean_ms(timing: Row, row: Row) -> float:
+    """Return the milliseconds of a step, over a run whose layers became smaller.
+
+    Times between start and end are taken to follow the sizes.
+    """
+    start, final = float(str(timing["start_ms"])), float(str(timing["final_ms"]))
+    first, mean, last = (int(str(row[f"{n}_params"])) for n in ("start", "mean", "compressed"))
+    share = (mean - last) / (first - last) if first > last else 1.0
+    return final + share * (start - final)
+
+
 def _is_whole(row: dict[str, Any]) -> bool:
     if any(value is None for value in row.values()):
         return False

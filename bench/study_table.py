@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from bench.methods import METHODS
+from bench.study_rows import mean_ms
 from bench.study_task import SELECTION_SEED
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ def table(study: Study) -> str:
         "optimizer MiB",
         "peak MiB",
         "dense / step",
-        "time used",
         "seeds",
     )
     dense = reported(study, "dense", "steps")
@@ -91,7 +91,6 @@ def _cells(study: Study, method: str, dense: Runs) -> list[str]:
         _mean(steps.values(), "optimizer_bytes", "{:.1f}", MEBI),
         _mean(steps.values(), "peak_bytes", "{:.0f}", MEBI),
         BLANK if timing is None else _speed(timing),
-        _time_used(timed, dense),
         str(max(len(steps), len(timed))),
     ]
 
@@ -126,15 +125,6 @@ def _speed(timing: Mapping[str, Any]) -> str:
     return ratios[0] if ratios[0] == ratios[1] else " to ".join(ratios)
 
 
-def _time_used(timed: Runs, dense: Runs) -> str:
-    """Return the training seconds at equal time, measured, as a share of dense's."""
-    common = [s for s in timed if s in dense and not timed[s]["failure"]]
-    if not common:
-        return BLANK
-    shares = [timed[seed]["seconds"] / dense[seed]["seconds"] for seed in common]
-    return f"{fmean(shares):.2f}"
-
-
 def _is_too_large(study: Study, method: str, rows: Iterable[Mapping[str, Any]]) -> bool:
     sizes = [row["compressed_params"] for row in rows if not row["failure"]]
     return method not in ("dense", "galore") and any(size > study.target for size in sizes)
@@ -143,7 +133,8 @@ def _is_too_large(study: Study, method: str, rows: Iterable[Mapping[str, Any]]) 
 def draw(study: Study, path: Path) -> None:
     """Draw quality against the seconds trained for, one line a method, as SVG.
 
-    Lines are means over seeds of the runs at equal time, as far as there are any.
+    Lines are means over seeds of the runs at equal time, as far as there are any. Seconds are
+    those of the steps timed in turns, as runs may have shared the machine with others.
     """
     import matplotlib as mpl
 
@@ -153,7 +144,8 @@ def draw(study: Study, path: Path) -> None:
     with mpl.rc_context({"svg.hashsalt": study.task.name, "font.size": 9}):
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
         for method in METHODS:
-            curve = mean_curve(reported(study, method, "time").values())
+            timing, runs = study.timing_of(method), reported(study, method, "time").values()
+            curve = mean_curve(runs, timing) if timing else []
             if curve:
                 seconds, qualities = zip(*curve, strict=True)
                 axes.plot(seconds, qualities, marker="o", markersize=3, label=method)
@@ -167,10 +159,21 @@ def draw(study: Study, path: Path) -> None:
         plt.close(figure)
 
 
-def mean_curve(runs: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return mean seconds and mean quality of each point of the curves of runs that ended."""
-    curves = [run["curve"] for run in runs if not run["failure"]]
+def mean_curve(
+    runs: Iterable[Mapping[str, Any]], timing: Mapping[str, Any]
+) -> list[tuple[float, float]]:
+    """Return mean seconds and mean quality of each point of the curves of runs that ended.
+
+    Args:
+        runs: Of one method.
+        timing: Times of its steps in turns, which the seconds of the runs are scaled to.
+    """
+    curves = []
+    for run in runs:
+        if not run["failure"]:
+            scale = run["steps"] * mean_ms(timing, run) / 1e3 / run["seconds"]
+            curves.append([(scale * point[1], point[2]) for point in run["curve"]])
     return [
-        (fmean(point[1] for point in points), fmean(point[2] for point in points))
+        (fmean(point[0] for point in points), fmean(point[1] for point in points))
         for points in zip(*curves, strict=False)
     ]

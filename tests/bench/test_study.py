@@ -3,6 +3,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from threading import Barrier
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from bench import code_lm, study_child
 from bench.data.tokens import Example, make_dataset
 from bench.methods import METHODS, Setup
 from bench.models.classifier import ClassifierSizes
-from bench.study import Study, best_rate, main, mean_ms
+from bench.study import Study, best_rate, main
 from bench.study_child import Job, Source, Timing, work, work_apart
 from bench.study_classes import classification
-from bench.study_rows import read_rows
+from bench.study_rows import key_of, mean_ms, read_rows
 from bench.study_table import mean_curve, table, write_report
 from bench.study_task import SELECTION_SEED, target_params
 from bench.study_train import PeakMemory, evaluate, train
@@ -23,6 +24,7 @@ from tests.bench.study_tasks import RATIO, make_task
 
 SOURCE = Source("tests.bench.study_tasks", ratio=RATIO)
 FIRST_RATE, SECOND_RATE = 1e-3, 1e-2
+SIZES = ("start_params", "mean_params", "compressed_params")
 
 
 class Told:
@@ -167,6 +169,25 @@ def test_steps_are_timed_once_and_at_the_sizes_of_the_best_run(tmp_path):
 # ---- rows ----
 
 
+def test_several_runs_at_a_time_share_the_threads_and_steps_are_timed_on_all(tmp_path):
+    told, both = Told(), Barrier(2)
+
+    def work(source, job):
+        threads[type(job)].add(source.threads)
+        if isinstance(job, Job):
+            both.wait(timeout=30)
+        return told(source, job)
+
+    threads = {Job: set(), Timing: set()}
+    study = make(tmp_path, work, jobs=2)
+    study.source = replace(study.source, threads=4)
+    study.run()
+    assert threads == {Job: {2}, Timing: {4}}
+    alone = make(tmp_path / "alone", Told())
+    alone.run()
+    assert sorted(map(key_of, study.rows)) == sorted(map(key_of, alone.rows))
+
+
 def test_rows_that_are_there_are_not_run_again(tmp_path):
     told = Told()
     make(tmp_path, told, seeds=(0,)).run()
@@ -277,7 +298,7 @@ def test_the_table_holds_means_spreads_and_differences(tmp_path):
         "+0.2000 ± 0.1414",
     ]
     ratio = f"{study.target * RATIO / 700:.2f}x"
-    assert tt.split(" | ")[6:] == [ratio, "2,000", "0.0", "1", "2.00", "1.00", "2 |"]
+    assert tt.split(" | ")[6:] == [ratio, "2,000", "0.0", "1", "2.00", "2 |"]
 
 
 def test_a_table_of_few_rows_has_dashes(tmp_path):
@@ -285,7 +306,7 @@ def test_a_table_of_few_rows_has_dashes(tmp_path):
     study = make(tmp_path, told)
     study._run("tt", "steps", SELECTION_SEED, FIRST_RATE, 60)
     line = table(study).splitlines()[-1]
-    assert line == "| tt | - | - | - | - | - | - | - | - | - | - | - | 0 |"
+    assert line == "| tt | - | - | - | - | - | - | - | - | - | - | 0 |"
     study._run("tt", "steps", SELECTION_SEED, SECOND_RATE, 60)
     study._run("tt", "steps", 0, FIRST_RATE, 60)
     assert table(study).splitlines()[-1].startswith("| tt | 0.001 | 0.5000 | - | - | - | ")
@@ -318,14 +339,16 @@ def test_the_report_is_the_same_every_time_and_needs_no_run(tmp_path):
     assert "<svg" in texts[0]
 
 
-def test_a_curve_is_a_mean_over_runs_that_ended():
+def test_a_curve_is_a_mean_over_runs_that_ended_at_the_speed_of_steps_in_turns():
+    sizes = {"steps": 2, "seconds": 4.0, **dict.fromkeys(SIZES, 700)}
     runs = [
-        {"curve": [[1, 1.0, 4.0], [2, 2.0, 2.0]], "failure": ""},
-        {"curve": [[1, 3.0, 6.0], [2, 4.0, 4.0]], "failure": ""},
+        {"curve": [[1, 2.0, 4.0], [2, 4.0, 2.0]], "failure": "", **sizes},
+        {"curve": [[1, 4.0, 6.0], [2, 8.0, 4.0]], "failure": "", **sizes, "seconds": 8.0},
         {"curve": [[1, 9.0, 9.0]], "failure": "diverged by step 2"},
     ]
-    assert mean_curve(runs) == [(2.0, 5.0), (3.0, 3.0)]
-    assert mean_curve([]) == []
+    timing = {"start_ms": 500.0, "final_ms": 500.0}
+    assert mean_curve(runs, timing) == [(0.5, 5.0), (1.0, 3.0)]
+    assert mean_curve([], timing) == []
 
 
 # ---- runs ----
