@@ -2,8 +2,9 @@
 
 What a study does, run by run, each a row of a CSV file that is appended as the run ends:
 
-1. Every method trains at every rate of one shared grid, on a seed that is not reported, and is
-   measured on the data's validation part. The best rate is the method's own from there on.
+1. Every method trains at rates of one shared grid, on a seed that is not reported, and is measured
+   on the data's validation part: from the middle of the grid on, until both neighbours of the best
+   rate are known to be worse. The best rate is the method's own from there on.
 2. Steps of all methods are timed in turns, in one process.
 3. Every method trains at its rate on the reported seeds: for the task's number of steps, and for
    as many as fit into the time that the dense model takes, with the schedule over all of them.
@@ -35,7 +36,7 @@ from bench.study_task import DEFAULT_RATIO, SELECTION_SEED, Task, digest, target
 from bench.timing import Row, append_rows
 from comera_fx.errors import ConfigError
 
-RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (0, 1, 2)
 QUICK_RATES, QUICK_SEEDS, QUICK_ROUNDS = (3e-3,), (0,), 2
 ROUNDS = 20
@@ -112,26 +113,28 @@ class Study:
     def run(self) -> None:
         """Do every run that is missing, as long as there is time."""
         for group in self._groups():
-            self._run_all(
-                (method, "steps", SELECTION_SEED, rate, self.task.steps)
-                for method in group
-                for rate in self.rates
-            )
+            self._each(self._search, group)
             chosen = [name for name in group if self.best_rate(name) is not None]
             self._time(chosen)
-            self._run_all(
-                run
-                for seed in self.seeds
-                for method in chosen
-                for run in self._of_seed(method, seed)
+            self._each(
+                lambda run: self._run(*run),
+                [
+                    run
+                    for seed in self.seeds
+                    for name in chosen
+                    for run in self._of_seed(name, seed)
+                ],
             )
 
     def best_rate(self, method: str) -> float | None:
         """Return the rate of the best quality on the seed that is not reported.
 
-        ``None``, if no rate gave one, or while one of ``rates`` has not been tried.
+        ``None``, if no rate gave one, or while a neighbour of it in ``rates`` has not been tried.
         """
-        return best_rate(self.rows_of(method), self.task, self.rates)
+        rows = self.rows_of(method)
+        if next_rate(rows, self.task, self.rates) is not None:
+            return None
+        return best_rate(rows, self.task, self.rates)
 
     def rows_of(self, method: str) -> list[dict[str, Any]]:
         """Return the rows of a method at the present settings."""
@@ -169,9 +172,23 @@ class Study:
             return None
         return max(1, int(self.task.steps * timing["dense_ms"] / mean_ms(timing, chosen[-1])))
 
-    def _run_all(self, runs: Iterable[Planned]) -> None:
+    def _each(self, do: Callable[[Any], None], items: Iterable[Any]) -> None:
         with ThreadPoolExecutor(self.jobs) as pool:
-            list(pool.map(lambda run: self._run(*run), runs))
+            list(pool.map(do, items))
+
+    def _search(self, method: str) -> None:
+        """Try rates until the best of them is known; each is a run."""
+        failed = [
+            row["rate"] for row in self.rows_of(method) if row["failure"] and _is_selection(row)
+        ]
+        for rate in failed if self.retry else ():
+            self._run(method, "steps", SELECTION_SEED, rate, self.task.steps)
+        tried: set[float] = set()
+        while (rate := next_rate(self.rows_of(method), self.task, self.rates)) is not None:
+            if rate in tried:  # no time is left for it
+                return
+            tried.add(rate)
+            self._run(method, "steps", SELECTION_SEED, rate, self.task.steps)
 
     def _run(self, method: str, budget: str, seed: int, rate: float, steps: int) -> None:
         values = (self.task.name, method, budget, seed, rate, self.digests[method])
@@ -267,21 +284,42 @@ class Study:
 
 
 def best_rate(rows: Sequence[dict[str, Any]], task: Task, rates: Sequence[float]) -> float | None:
-    """Return the rate of the best quality among the rows that are not reported.
+    """Return the rate of the best quality among the rows that are not reported, if one has any.
 
     Args:
         rows: Of one method.
         task: Says what is better.
-        rates: Rates that all have to be there.
+        rates: Rates to choose from.
     """
     tried = {row["rate"]: row["quality"] for row in rows if _is_selection(row)}
-    if not set(rates) <= set(tried):
-        return None
     best: float | None = None
-    for rate, quality in sorted(tried.items()):
+    for rate in sorted(set(rates) & set(tried)):
+        quality = tried[rate]
         if math.isfinite(quality) and (best is None or task.is_better(quality, tried[best])):
             best = rate
     return best
+
+
+def next_rate(rows: Sequence[dict[str, Any]], task: Task, rates: Sequence[float]) -> float | None:
+    """Return the rate to try next; ``None`` once the best one is known.
+
+    It is known when the rates above and below it in the grid have been tried. While all have
+    failed, lower ones are tried.
+
+    Args:
+        rows: Of one method.
+        task: Says what is better.
+        rates: The grid.
+    """
+    grid = sorted(rates)
+    tried = {row["rate"] for row in rows if _is_selection(row)} & set(grid)
+    if not tried:
+        return grid[len(grid) // 2]
+    best = best_rate(rows, task, rates)
+    place = grid.index(min(tried) if best is None else best)
+    around = (place - 1,) if best is None else (place + 1, place - 1)
+    untried = [grid[i] for i in around if 0 <= i < len(grid) and grid[i] not in tried]
+    return untried[0] if untried else None
 
 
 def _is_selection(row: Row) -> bool:

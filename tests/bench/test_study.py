@@ -12,7 +12,7 @@ from bench import code_lm, study_child
 from bench.data.tokens import Example, make_dataset
 from bench.methods import METHODS, Setup
 from bench.models.classifier import ClassifierSizes
-from bench.study import Study, best_rate, main
+from bench.study import Study, best_rate, main, next_rate
 from bench.study_child import Job, Source, Timing, work, work_apart
 from bench.study_classes import classification
 from bench.study_rows import key_of, mean_ms, read_rows
@@ -90,7 +90,7 @@ def test_rates_are_chosen_first_and_on_a_seed_that_is_not_reported(tmp_path):
     assert [(job.method, job.seed, job.rate) for job in choice] == [
         (method, SELECTION_SEED, rate)
         for method in ("dense", "tt")
-        for rate in (FIRST_RATE, SECOND_RATE)
+        for rate in (SECOND_RATE, FIRST_RATE)  # from the middle on
     ]
     assert {job.seed for job in reported} == {0, 1}
     assert {job.rate for job in reported if job.method == "tt"} == {SECOND_RATE}
@@ -105,7 +105,35 @@ def test_reported_rows_never_choose_a_rate():
         {"seed": SELECTION_SEED, "budget": "time", "rate": SECOND_RATE, "quality": 0.1},
     ]
     assert best_rate(rows, make_task(), (FIRST_RATE,)) == FIRST_RATE
-    assert best_rate(rows, make_task(), (FIRST_RATE, SECOND_RATE)) is None
+    assert best_rate(rows, make_task(), (SECOND_RATE,)) is None
+
+
+@pytest.mark.parametrize(
+    ("qualities", "tried"),
+    [
+        ({1: 0.9, 2: 0.5, 3: 0.4, 4: 0.6, 5: 0.1}, [3, 4, 2]),
+        ({1: 0.3, 2: 0.2, 3: 0.4, 4: 0.6, 5: 0.1}, [3, 4, 2, 1]),
+        ({1: 0.1, 2: 0.5, 3: 0.4, 4: 0.3, 5: 0.2}, [3, 4, 5]),
+        ({1: 0.5, 2: math.nan, 3: math.nan, 4: 0.1, 5: 0.1}, [3, 2, 1]),
+        (dict.fromkeys(range(1, 6), math.nan), [3, 2, 1]),
+    ],
+)
+def test_rates_are_tried_until_both_neighbours_of_the_best_are_known(qualities, tried):
+    rows, order = [], []
+    while (rate := next_rate(rows, make_task(), tuple(qualities))) is not None:
+        order.append(rate)
+        quality = qualities[rate]
+        rows.append({"seed": SELECTION_SEED, "budget": "steps", "rate": rate, "quality": quality})
+    assert order == tried
+
+
+def test_a_search_that_time_ends_gives_no_rate(tmp_path):
+    study = make(tmp_path, Told(), rates=(1e-3, 2e-3, 4e-3))
+    study._run("tt", "steps", SELECTION_SEED, 2e-3, 60)
+    assert study.best_rate("tt") is None
+    study.minutes = 0.0
+    study._search("tt")
+    assert len(study.rows) == 1
 
 
 def test_the_better_direction_is_the_tasks_and_diverged_rates_lose():
