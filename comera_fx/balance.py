@@ -75,13 +75,37 @@ def balanced_bonds(cores: Sequence[Tensor]) -> list[Directions]:
     return [_bond(left, right) for left, right in zip(lefts, reversed(rights), strict=True)]
 
 
+def balanced_cores(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Return cores of the same shapes and the same tensor in balanced form.
+
+    A bond whose rank is more than its matrix has directions stays as it is.
+
+    Args:
+        cores: Cores ``(R, ..., S)`` of a tensor train.
+
+    Returns:
+        New cores, of the dtypes and on the devices of the old.
+
+    Example:
+        >>> cores = [torch.eye(2).reshape(1, 2, 2), 4 * torch.eye(2).reshape(2, 2, 1)]
+        >>> [round(core.norm().item(), 3) for core in balanced_cores(cores)]
+        [2.828, 2.828]
+    """
+    new = [core.detach().to("cpu", torch.float64) for core in cores]
+    for k, bond in enumerate(balanced_bonds(cores)):
+        if len(bond.values) == cores[k].shape[-1]:
+            new[k] = torch.tensordot(new[k], bond.into, dims=1)
+            new[k + 1] = torch.tensordot(bond.out_of, new[k + 1], dims=1)
+    return [core.to(like.device, like.dtype) for core, like in zip(new, cores, strict=True)]
+
+
 def _roots(cores_RXS: Sequence[Tensor]) -> list[Tensor]:
     """Return at each inner bond a root C of the left part's Gram matrix ``C^T C``."""
     root = torch.ones(1, 1, dtype=torch.float64)
     roots = []
     for core in cores_RXS[:-1]:
         grown = torch.tensordot(root, core, dims=1)
-        root = torch.linalg.qr(grown.reshape(-1, core.shape[2]), mode="r").R
+        root = torch.linalg.qr(grown.flatten(0, 1), mode="r").R
         roots.append(root)
     return roots
 

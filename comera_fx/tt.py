@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from comera_fx.balance import balanced_cores
 from comera_fx.errors import SpecError, WeightError
 from comera_fx.spec import TTSpec
 
@@ -101,8 +102,10 @@ def random_cores(
 
     An entry of the matrix is a sum over all paths through the inner ranks of products with one
     factor per core, so ``std ** 2 = prod(inner ranks) * prod(variances of the cores)``; all cores
-    get the same variance. The norm of a product of small cores still strays far from its mean:
-    the cores are then scaled together until the root mean square of the matrix is ``std``.
+    are drawn with the same variance. The norm of a product of small cores still strays far from
+    its mean: the cores are then scaled together until the root mean square of the matrix is
+    ``std``. In the end they are brought into balanced form, which keeps the matrix and from which
+    they train better (``comera_fx/train/README.md``).
 
     Args:
         spec: Layout, modes and ranks; inner ranks of 0 give empty cores.
@@ -132,7 +135,10 @@ def random_cores(
     ]
     mean_square = float(_inner(cores, cores)) / (spec.in_size * spec.out_size)
     factor = (std / math.sqrt(mean_square)) ** (1 / spec.num_cores) if mean_square else 0.0
-    return [(core * factor).to(dtype=dtype, device=device) for core in cores]
+    return [
+        core.to(dtype=dtype, device=device)
+        for core in balanced_cores([core * factor for core in cores])
+    ]
 
 
 def _inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:

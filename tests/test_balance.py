@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera_fx import tt
-from comera_fx.balance import balanced_bonds
+from comera_fx.balance import balanced_bonds, balanced_cores
 from comera_fx.spec import TTSpec
 
 
@@ -65,6 +65,17 @@ def test_either_side_of_a_bond_has_the_singular_values_for_gram_matrix():
     torch.testing.assert_close(left.T @ left, values[0].diag())
     right = torch.tensordot(new[2], new[3], dims=1).flatten(1)
     torch.testing.assert_close(right @ right.T, values[1].diag())
+
+
+def test_balanced_cores_keep_shapes_dtypes_and_what_a_bond_has_too_much():
+    cores, spec = random_train((3, 4, 4, 3), (3, 5, 7))  # 7: more than the 3 that the end can use
+    new = balanced_cores([core.float() for core in cores])
+    assert [core.shape for core in new] == [core.shape for core in cores]
+    assert {core.dtype for core in new} == {torch.float32}
+    torch.testing.assert_close(tt.to_dense(new, spec), tt.to_dense(cores, spec).float())
+    left = new[0].flatten(0, -2)
+    values = torch.linalg.svdvals(unfolding(tt.to_dense(cores, spec), spec, 1)).float()
+    torch.testing.assert_close(left.T @ left, values.diag(), rtol=1e-4, atol=1e-5)
 
 
 @settings(deadline=None, derandomize=True, max_examples=30)
