@@ -2,7 +2,8 @@
 
 A method makes a ``Run`` of a ``Setup``: a model, its optimizers, and what it does around a step.
 All compress the same layers; at the end these hold at most ``Setup.target`` parameters, those of
-"dense" and "galore" excepted, whose weights stay dense.
+"dense" and "galore" excepted, whose weights stay dense. All train the weights of these layers at
+one rate and the rest of the model at the same multiple of it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bench.study_task import Task, compressed_layers
 from comera_fx import OptimizeConfig, RankAdapter, RankConfig, optimize, param_groups
 from comera_fx.errors import ConfigError
 from comera_fx.modules import TTModule, tt_modules
+from comera_fx.train.groups import REST_LR_SCALE
 
 Shapes = dict[str, Any]
 """Layer name to what its size depends on: a rank, or input modes, output modes and ranks."""
@@ -108,8 +110,8 @@ class Run:
 
 def _dense(setup: Setup) -> Run:
     model = setup.task.dense(setup.seed)
-    layers = list(compressed_layers(model, setup.task.config))
-    return Run(model, layers, adamw(model.parameters(), setup.rate))
+    layers = compressed_layers(model, setup.task.config)
+    return Run(model, list(layers), adamw(_groups(model, layers, setup.rate), setup.rate))
 
 
 class GaLoreRun(Run):
@@ -129,7 +131,7 @@ def _galore(setup: Setup) -> Run:
     taken = {id(matrix) for matrix in matrices}
     rest = [p for p in model.parameters() if id(p) not in taken]
     galore = GaLoreAdamW(matrices, setup.rate, **GALORE)
-    return GaLoreRun(model, list(layers), galore, adamw(rest, setup.rate))
+    return GaLoreRun(model, list(layers), galore, adamw(rest, REST_LR_SCALE * setup.rate))
 
 
 # ---- two factors ----
@@ -137,14 +139,15 @@ def _galore(setup: Setup) -> Run:
 
 def _low_rank(setup: Setup) -> Run:
     model, layers = _with_factors(setup, setup.target, with_scale=False)
-    return Run(model, list(layers), adamw(model.parameters(), setup.rate))
+    return Run(model, list(layers), adamw(_groups(model, layers, setup.rate), setup.rate))
 
 
 class AdaLoRARun(Run):
     """A low-rank model whose ranks are given by importance."""
 
     def __init__(self, model: nn.Module, layers: dict[str, LowRankLayer], setup: Setup) -> None:
-        super().__init__(model, list(layers), adamw(model.parameters(), setup.rate))
+        optimizer = adamw(_groups(model, layers, setup.rate), setup.rate)
+        super().__init__(model, list(layers), optimizer)
         self.budget = Budget(layers, setup.target, setup.steps, prune_every=setup.prune_every)
 
     def minimised(self, loss: Tensor) -> Tensor:
@@ -311,6 +314,19 @@ def of_shapes(config: OptimizeConfig, shapes: Shapes) -> OptimizeConfig:
 def adamw(params: Any, rate: float) -> torch.optim.Optimizer:
     """Return AdamW without weight decay, fused."""
     return torch.optim.AdamW(params, lr=rate, weight_decay=0.0, fused=True)
+
+
+def _groups(model: nn.Module, layers: Mapping[str, nn.Module], rate: float) -> list[Shapes]:
+    """Return weights of the compressed layers, and the rest at the multiple that TT models have."""
+    weights = [
+        parameter
+        for layer in layers.values()
+        for name, parameter in layer.named_parameters()
+        if name != "bias"
+    ]
+    taken = {id(weight) for weight in weights}
+    rest = [p for p in model.parameters() if id(p) not in taken]
+    return [{"params": weights, "lr": rate}, {"params": rest, "lr": REST_LR_SCALE * rate}]
 
 
 def _weight_params(layer: nn.Module) -> int:

@@ -35,6 +35,7 @@ from bench.study_table import write_report
 from bench.study_task import DEFAULT_RATIO, SELECTION_SEED, Task, digest, target_params
 from bench.timing import Row, append_rows
 from comera_fx.errors import ConfigError
+from comera_fx.train.groups import REST_LR_SCALE
 
 RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (0, 1, 2)
@@ -274,6 +275,7 @@ class Study:
             {
                 "task": {**task.settings, "steps": task.steps, "clip": task.clip_norm},
                 "schedule": (task.warmup_steps, task.final_rate),
+                "rest": REST_LR_SCALE,
                 "layers": str(task.config),
                 "ratio": self.source.ratio,
                 "device": task.device,

@@ -165,7 +165,7 @@ def test_min_rank_and_exclude():
     model, optimizer, adapter = make(
         rank_lr=0.1, gamma=100.0, min_rank=2, exclude=("2",), prune_every=5
     )
-    train(model, optimizer, adapter, range(60))
+    train(model, optimizer, adapter, range(100))
     assert adapter.ranks == {"0": [2, 2, 2]}
     assert model[2].spec == STUDENT
     assert model[2].rank_weights == ()
@@ -338,12 +338,14 @@ def test_a_plain_optimizer_gets_a_group_for_the_rank_weights():
 def test_param_groups_hold_every_trainable_parameter_once():
     model = nn.Sequential(TTLinear(STUDENT, 32, 32), nn.LayerNorm(32), nn.Linear(32, 2))
     model[2].bias.requires_grad_(False)
-    groups = param_groups(model, lr=1e-3, rank_lr=5e-3, weight_decay=0.1)
+    groups = param_groups(model, lr=1e-3, rank_lr=7e-3, weight_decay=0.1)
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters() if p.requires_grad)
     decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]
     assert {p.ndim for p in decayed} == {2, 3}
-    assert [g["lr"] for g in groups] == [1e-3, 1e-3, 1e-3, 5e-3]
+    assert [g["lr"] for g in groups] == [1e-3, 5e-3, 5e-3, 7e-3]
+    groups = param_groups(model, lr=1e-3, rest_lr=2e-3)
+    assert [g["lr"] for g in groups] == [1e-3, 2e-3, 2e-3, 1e-2]
 
 
 def as_sharded(model):
