@@ -60,6 +60,7 @@ COUNT_0 = ("an int of at least 0", "give an int, 0 or more")
 RANKS = ("an int of at least 1, or a tuple", "write 30 or (1, 12, 30, 30, 30, 12, 1)")
 MODES = ("a pair (in_modes, out_modes)", "write ((12, 8, 8), (8, 8, 12))")
 PATTERNS, MAPPING = "a sequence of patterns", "a mapping from patterns"
+OR_NONE = ("an int of at least 1, or None", "leave it None for the default")
 WEIGHT = ("a finite number, 0 or more", "give 0 to switch it off")
 REFUSED = [
     (PlanConfig, "objective", ["fast", None], ("'time', 'flops' or 'memory'", "use the default")),
@@ -126,15 +127,15 @@ REFUSED = [
         [{"fc1": bad} for bad in (8, (), ((8, 8),), ((8, 8), ()), ((8, 0), (8,)), ((2.0,), (8,)))],
         MODES,
     ),
-    (RankConfig, "method", ["magnitude"], ("'comera'", "use method='comera'")),
+    (RankConfig, "method", ["magnitude", None], ("'comera', 'proximal' or", "use the default")),
     (
         RankConfig,
         "target_ratio",
         [0, -0.5, 1.5, NAN],
         ("0 < target_ratio <= 1", "use target_ratio=0.5 for half"),
     ),
-    (RankConfig, "target_params", [0, 2.5, True], ("a positive int, or None", "positive int")),
-    (RankConfig, "target_bytes", [0, 2.5], ("a positive int, or None", "give a positive int")),
+    (RankConfig, "target_params", [0, 2.5, True], OR_NONE),
+    (RankConfig, "target_bytes", [0, 2.5], OR_NONE),
     (RankConfig, "gamma", [-1, INF, NAN, "1", None], WEIGHT),
     (RankConfig, "beta", [-1e-9, INF], WEIGHT),
     (RankConfig, "threshold", [-0.01, NAN], WEIGHT),
@@ -148,7 +149,22 @@ REFUSED = [
     (RankConfig, "w2", [-1, NAN], WEIGHT),
     (RankConfig, "rho", [-1, "0.1"], WEIGHT),
     (RankConfig, "warmup_steps", [-1, 0.5], COUNT_0),
-    (RankConfig, "early_steps", [-1, 1.5], ("an int, 0 or more, or None", "leave it None")),
+    (RankConfig, "early_steps", [-1, 1.5], ("an int of at least 0, or None", "leave it None")),
+    (RankConfig, "shrink_steps", [-1, 1.5], ("an int of at least 0, or None", "leave it None")),
+    (RankConfig, "steps_per_epoch", [0, 1.5], OR_NONE),
+    (RankConfig, "plateau", [0, True, INF], OR_NONE),
+    (RankConfig, "early_epochs", [-1, NAN, "2"], ("a number of epochs, 0 or more", "leave it")),
+    (RankConfig, "patience", [0, 1.5, None], COUNT_1),
+    (RankConfig, "regrow", [-1, NAN, None], WEIGHT),
+    (RankConfig, "regrow", [1, 2.0], ("a share below 1", "use method='proximal' or")),
+    (RankConfig, "balance", [None, 1], ("True or False", "give False for the rank weights")),
+    (RankConfig, "skip_nonfinite", [None, "no"], ("True or False", "give False where no step")),
+    (
+        RankConfig,
+        "min_ranks",
+        [None, 4, {"fc1": -1}, {1: 4}],
+        ("a mapping from patterns to ints, 0 or more", "write min_ranks={'*.fc1': 4}"),
+    ),
     (RankConfig, "prune_every", [0, None], COUNT_1),
     (RankConfig, "min_rank", [-1, True], COUNT_0),
     (RankConfig, "exclude", ["fc1"], (PATTERNS, "write exclude=['fc1']")),
@@ -163,8 +179,9 @@ REFUSED = [
 def test_a_setting_out_of_range_is_refused(config, field, value, texts):
     with pytest.raises(ConfigError) as caught:
         config(**{field: value})
-    name = f"{config.__name__}.{field}" + ("['fc1']" if isinstance(value, dict) else "")
-    got = value["fc1"] if isinstance(value, dict) else value
+    is_entry = isinstance(value, dict) and config is OptimizeConfig
+    name = f"{config.__name__}.{field}" + ("['fc1']" if is_entry else "")
+    got = value["fc1"] if is_entry else value
     expected, mend = texts
     problem, *lines = str(caught.value).splitlines()
     assert problem == f"{name} is out of range"

@@ -1,6 +1,7 @@
 """Cost models: what a product is predicted to take, and which table plans are made by."""
 
 import json
+import sys
 import warnings
 from dataclasses import replace
 from itertools import product
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comera_fx import config
+from comera_fx.config import cache_folder
 from comera_fx.plan import cost, plan_linear
 from comera_fx.plan.cost import CostModel, from_dict, shipped_model
 from comera_fx.plan.linear import rank_plans
@@ -299,7 +300,7 @@ def test_a_file_is_written_whole_or_not_at_all(folder, monkeypatch):
 
 
 def test_tests_never_see_what_this_machine_measured():
-    assert config.cache_folder().name.startswith("comera-fx-tests-")
+    assert cache_folder().name.startswith("comera-fx-tests-")
     assert cost.cost_model("cpu") is shipped_model("cpu")
 
 
@@ -324,9 +325,9 @@ def test_the_cache_folder_is_the_usual_one_of_the_platform(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(config.sys, "platform", platform)
+    monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
-    assert config.cache_folder() == Path(expected)
+    assert cache_folder() == Path(expected)
 
 
 def test_without_a_home_there_is_no_cache_folder(monkeypatch):
@@ -336,6 +337,6 @@ def test_without_a_home_there_is_no_cache_folder(monkeypatch):
     monkeypatch.delenv("COMERA_FX_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    assert config.cache_folder() is None
+    assert cache_folder() is None
     assert cost.costs_path("cpu") is None
     assert cost.measured_model("cpu") is None
