@@ -74,7 +74,10 @@ class Growth:
         self._layers.cut(kept, stacklevel=FRAMES)
 
     def _demands(self, before: Counts) -> list[tuple[float, str, int, int]]:
-        """Per trial the negative square of its gradient for a parameter, its bond and index."""
+        """Per trial the negative square of its gradient for a parameter, its bond and index.
+
+        A trial whose gradient is 0 is asked for by nothing, and is left out.
+        """
         demands = []
         for name, inner in before.items():
             layer = self._layers.by_name[name]
@@ -86,7 +89,7 @@ class Growth:
                 squares = grad[old:].detach().double().flatten(1).square().sum(1)
                 cost = rank_cost(ranks, layer.spec.mode_sizes, bond)
                 values = squares.tolist()
-                demands += [(-v / cost, name, bond, old + k) for k, v in enumerate(values)]
+                demands += [(-v / cost, name, bond, old + k) for k, v in enumerate(values) if v]
         is_finite = all(value > -float("inf") for value, *_ in demands)
         return demands if is_finite else []
 
