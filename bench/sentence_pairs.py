@@ -13,23 +13,30 @@ Needs the data of ``bench.data.wordnet``: ``make bench-data``. Run:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bench.data.wordnet import PAIRS_A_LABEL, load_wordnet_pairs
-from bench.models.classifier import GPU_SIZES, sizes_for
+from bench.models.classifier import CPU_SIZES, GPU_SIZES, QUICK_SIZES, sizes_for
 from bench.study import main
 from bench.study_classes import classification
 from bench.study_task import Task
 
+SIZES = replace(CPU_SIZES, length=32)
+"""On a CPU; a third of the pairs is cut to so few tokens."""
+STEPS = {QUICK_SIZES: (12, 8), SIZES: (400, 32), GPU_SIZES: (2400, 32)}
+"""Steps of a run and examples of a step."""
+
 
 def make_task(quick: bool = False, device: str = "cpu") -> Task:
     """Return the task, its pairs made."""
-    sizes = sizes_for(quick, device)
+    sizes = sizes_for(quick, device, SIZES)
     data = load_wordnet_pairs(
         vocabulary_size=sizes.vocabulary_size,
         length=sizes.length,
         # No pair is met twice in three times the steps; more would only take longer to make.
         pairs_a_label=PAIRS_A_LABEL if sizes == GPU_SIZES else 1,
     )
-    steps, batch_size = (12, 8) if quick else (400, 32)
+    steps, batch_size = STEPS[sizes]
     return classification(
         "sentence_pairs", data, steps=steps, batch_size=batch_size, sizes=sizes, device=device
     )

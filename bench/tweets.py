@@ -11,17 +11,20 @@ the data of ``bench.data.tweets``: ``make bench-data``. Run: ``python -m bench.t
 from __future__ import annotations
 
 from bench.data.tweets import load_tweets
-from bench.models.classifier import sizes_for
+from bench.models.classifier import CPU_SIZES, GPU_SIZES, QUICK_SIZES, sizes_for
 from bench.study import main
 from bench.study_classes import classification
 from bench.study_task import Task
+
+STEPS = {QUICK_SIZES: (12, 8), CPU_SIZES: (300, 32), GPU_SIZES: (900, 32)}
+"""Steps of a run and examples of a step."""
 
 
 def make_task(quick: bool = False, device: str = "cpu") -> Task:
     """Return the task, its tweets read."""
     sizes = sizes_for(quick, device)
     data = load_tweets(vocabulary_size=sizes.vocabulary_size, length=sizes.length)
-    steps, batch_size = (12, 8) if quick else (300, 32)
+    steps, batch_size = STEPS[sizes]
     return classification(
         "tweets", data, steps=steps, batch_size=batch_size, sizes=sizes, device=device
     )

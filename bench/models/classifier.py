@@ -35,7 +35,7 @@ class ClassifierSizes:
     ffn_width: int = 768
     num_heads: int = 4
     num_layers: int = 3
-    vocabulary_size: int = 8192
+    vocabulary_size: int = 4096
     length: int = 40
 
 
@@ -46,16 +46,17 @@ GPU_SIZES = ClassifierSizes(768, 3072, 12, 6, 30522, 64)
 """The paper's width, depth and vocabulary."""
 
 
-def sizes_for(quick: bool, device: str) -> ClassifierSizes:
+def sizes_for(quick: bool, device: str, cpu_sizes: ClassifierSizes = CPU_SIZES) -> ClassifierSizes:
     """Return the sizes of a study: the paper's on a GPU, unless it is to take seconds.
 
     Args:
         quick: Whether it is to take seconds, on any device.
         device: Where it trains.
+        cpu_sizes: Those on a CPU.
     """
     if quick:
         return QUICK_SIZES
-    return CPU_SIZES if torch.device(device).type == "cpu" else GPU_SIZES
+    return cpu_sizes if torch.device(device).type == "cpu" else GPU_SIZES
 
 
 def build_classifier(sizes: ClassifierSizes, num_classes: int, dropout: float = 0.0) -> SixEncoder:

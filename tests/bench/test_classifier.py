@@ -1,10 +1,13 @@
 """The classifier of the studies: what it reads, its sizes, and how it is judged."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import comera_fx
+from bench import sentence_pairs, tweets
 from bench.data.tokens import NUM_TYPES, PADDING, Dataset, Part
 from bench.models.classifier import (
     CPU_SIZES,
@@ -91,7 +94,7 @@ def test_tables_start_small_and_every_parameter_gets_a_gradient():
 def test_the_sizes_of_the_studies():
     model = build_classifier(CPU_SIZES, 3)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert shapes["word_embedding.weight"] == (8192, 256)
+    assert shapes["word_embedding.weight"] == (4096, 256)
     assert shapes["position_embedding.weight"] == (40, 256)
     assert shapes["type_embedding.weight"] == (NUM_TYPES, 256)
     assert shapes["encoders.2.up.weight"] == (768, 256)
@@ -112,6 +115,15 @@ def test_the_sizes_of_the_studies():
 )
 def test_a_gpu_trains_the_papers_sizes(quick, device, sizes):
     assert sizes_for(quick, device) is sizes
+    own = replace(SIZES, length=7)
+    assert sizes_for(quick, device, own) is (own if sizes is CPU_SIZES else sizes)
+
+
+@pytest.mark.parametrize(
+    ("task", "own"), [(sentence_pairs, sentence_pairs.SIZES), (tweets, CPU_SIZES)]
+)
+def test_every_size_has_its_steps(task, own):
+    assert set(task.STEPS) == {QUICK_SIZES, own, GPU_SIZES}
 
 
 def test_it_trains_in_tt_form_with_its_padding():

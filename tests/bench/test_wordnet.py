@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 from bench.data import wordnet
-from bench.data.tokens import Part
+from bench.data.tokens import PARTS, Part
 from bench.data.wordnet import Noun, Tree, find_nouns, load_wordnet_pairs, make_pairs, read_nouns
+from bench.methods import Setup
+from bench.models.classifier import ClassifierSizes
+from bench.study_classes import classification
+from bench.study_task import target_params
+from bench.study_train import train
 from comera_fx.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -237,3 +242,23 @@ def test_installed_hypotheses_alone_tell_nothing():
     made = load_wordnet_pairs(path, length=192)
     assert sum(map(len, (made.train, made.validation, made.test))) == len(pairs)
     check_split(made)
+
+
+@pytest.mark.slow
+def test_a_small_encoder_learns_the_pairs_by_what_their_texts_share():
+    sizes = ClassifierSizes(64, 128, 2, 1, vocabulary_size=2048, length=32)
+    data = load_wordnet_pairs(installed(), vocabulary_size=2048, length=32, pairs_a_label=1)
+    blind = replace(
+        data,
+        **{
+            part: replace(getattr(data, part), types=getattr(data, part).types % 2)
+            for part in PARTS
+        },
+    )
+    quality = []
+    for known in (data, blind):
+        task = classification("pairs", known, steps=200, batch_size=32, sizes=sizes)
+        setup = Setup(task, seed=0, rate=1e-3, steps=200, target=target_params(task, 4.0))
+        quality.append(train(setup, "dense", "validation")["quality"])
+    assert quality[0] > 0.6
+    assert quality[1] < 0.45
