@@ -39,7 +39,6 @@ QUICK = DemoConfig(
     num_layers=1,
     ffn_width=256,
     rank=8,
-    rank_lr=0.1,
     prune_every=4,
     max_files=40,
 )
@@ -104,7 +103,7 @@ def train(model: nn.Module, corpus: Corpus, config: DemoConfig) -> list[Row]:
         config: Lengths, sizes and rates.
     """
     ddp, sent = wrap(model)
-    groups = comera_fx.param_groups(model, lr=config.tt_lr, rank_lr=config.rank_lr)
+    groups = comera_fx.param_groups(model, lr=config.tt_lr)
     optimizer = torch.optim.AdamW(groups)
     adapter = comera_fx.RankAdapter(ddp, optimizer, rank_config(config))
     device = next(model.parameters()).device
@@ -127,9 +126,6 @@ def rank_config(config: DemoConfig) -> comera_fx.RankConfig:
     """Return the demo's way to adapt ranks, without a warm-up."""
     return comera_fx.RankConfig(
         target_ratio=config.target_ratio,
-        gamma=config.gamma,
-        rho=config.rho,
-        early_steps=int(config.early_share * config.steps),
         prune_every=config.prune_every,
     )
 

@@ -227,11 +227,8 @@ def rank_config(method: str, setup: Setup) -> RankConfig:
         "prune_every": setup.prune_every,
         "min_rank": 1,
     }
-    early_steps = setup.steps // 6
     if method == "comera":
-        return RankConfig(method="comera", gamma=1.0, rho=1.0, early_steps=early_steps, **pace)
-    if RankConfig().method == "comera":  # in which alone ranks start to fall with the late stage
-        pace["early_steps"] = early_steps
+        pace |= {"method": "comera", "gamma": 1.0, "rho": 1.0, "early_steps": setup.steps // 6}
     return RankConfig(**pace)
 
 

@@ -480,7 +480,7 @@ def test_ranks_that_adapt():
     for each in make(2, dtype=torch.float32):
         torch.manual_seed(1)
         optimizer = torch.optim.Adam(comera_fx.param_groups(each, lr=1e-3, rank_lr=5e-2))
-        config = RankConfig(target_ratio=0.6, early_steps=4, prune_every=2)
+        config = RankConfig(method="comera", target_ratio=0.6, early_steps=4, prune_every=2)
         adapter = RankAdapter(each, optimizer, config)
         x, y = torch.randn(16, SIZE), torch.randn(16, SIZE)
         for _ in range(24):

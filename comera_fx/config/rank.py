@@ -20,10 +20,10 @@ class RankConfig:
     """How ranks adapt in training; see ``comera_fx/train/README.md`` for the formulas.
 
     Args:
-        method: How ranks are brought to zero. ``"comera"``: every rank has a weight, a parameter
-            that the size penalty pulls down. ``"proximal"``: the singular values of every bond
+        method: How ranks are brought to zero. ``"proximal"``: the singular values of every bond
             are lowered step by step to exact zeros. ``"rounding"``: the smallest singular values
-            are cut at once.
+            are cut at once. ``"comera"``, as in the paper: every rank has a weight, a parameter
+            that the size penalty pulls down.
         target_ratio: Size to reach, as a share of the TT size at the start.
         target_params: Size to reach, in parameters. At most one target may be given.
         target_bytes: Size to reach, in bytes of the cores.
@@ -63,7 +63,7 @@ class RankConfig:
             It waits for the device once a step.
     """
 
-    method: RankMethod = "comera"
+    method: RankMethod = "proximal"
     target_ratio: float | None = None
     target_params: int | None = None
     target_bytes: int | None = None

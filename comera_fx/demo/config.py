@@ -29,17 +29,13 @@ class DemoConfig:
         num_heads: Heads of attention in a block.
         ffn_width: Hidden features of a block's feed-forward part.
         dense_lr: Peak learning rate of the dense model.
-        tt_lr: Peak learning rate of the optimised model; TT cores want about three times dense's.
-        rank_lr: Peak learning rate of its rank weights.
+        tt_lr: Peak learning rate of the optimised model's cores; the rest has five times that.
         warmup_steps: Steps over which the learning rate rises.
         final_lr: Learning rate after ``steps`` steps, as a share of the peak.
         second_peak: Peak of the second cycle, in the time that the optimised model has left.
         clip_norm: Gradients of either model are scaled down to this norm.
         adapt_after: Steps before ranks begin to adapt.
-        early_share: Length of the early stage of adaptation, as a share of ``steps``.
-        gamma: Weight of the size penalty in the early stage.
-        rho: Weight of loss and size together in the late stage.
-        prune_every: Steps between two cuts of dead ranks.
+        prune_every: Steps between two cuts; ten of them lead to the target.
         held_out_every: One file in so many is held out.
         held_out_batches: Batches of held-out text that the losses are measured on.
         held_out_batch_size: Sequences in each of them.
@@ -59,16 +55,12 @@ class DemoConfig:
     num_heads: int = 4
     ffn_width: int = 1024
     dense_lr: float = 1e-3
-    tt_lr: float = 3e-3
-    rank_lr: float = 3e-2
+    tt_lr: float = 2e-3
     warmup_steps: int = 20
     final_lr: float = 0.1
     second_peak: float = 0.7
     clip_norm: float = 1.0
     adapt_after: int = 20
-    early_share: float = 0.16
-    gamma: float = 1.0
-    rho: float = 1.0
     prune_every: int = 10
     held_out_every: int = 20
     held_out_batches: int = 8

@@ -253,10 +253,7 @@ def _optimise(model: nn.Module, config: DemoConfig, device: torch.device) -> nn.
 def _rank_config(config: DemoConfig) -> RankConfig:
     return RankConfig(
         target_ratio=config.target_ratio,
-        gamma=config.gamma,
         warmup_steps=config.adapt_after,
-        early_steps=int(config.early_share * config.steps),
-        rho=config.rho,
         prune_every=config.prune_every,
         min_rank=1,
     )
@@ -267,7 +264,7 @@ def _dense_optimizer(model: nn.Module, config: DemoConfig) -> torch.optim.Optimi
 
 
 def _tt_optimizer(model: nn.Module, config: DemoConfig) -> torch.optim.Optimizer:
-    return _adamw(param_groups(model, lr=config.tt_lr, rank_lr=config.rank_lr))
+    return _adamw(param_groups(model, lr=config.tt_lr))
 
 
 def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

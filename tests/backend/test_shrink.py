@@ -59,7 +59,9 @@ class Training:
         self.model = self.run = model
         self.optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
         config = {"prune_every": 1, "gamma": 0.0, **config}
-        self.adapter = RankAdapter(model, self.optimizer, RankConfig(**config))
+        self.adapter = RankAdapter(
+            model, self.optimizer, RankConfig(**{"method": "comera", **config})
+        )
 
     def compile(self, **settings):
         settings = {"backend": "comera", "fullgraph": True, "options": OPTIONS, **settings}

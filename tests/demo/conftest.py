@@ -16,7 +16,6 @@ def tiny() -> DemoConfig:
         num_layers=1,
         num_heads=2,
         ffn_width=64,
-        rank_lr=0.2,
         warmup_steps=4,
         adapt_after=4,
         prune_every=3,

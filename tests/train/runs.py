@@ -15,6 +15,7 @@ from comera_fx.config import RankConfig
 from comera_fx.train import RankAdapter, latest_run, load_run, param_groups, save_run
 
 SETTINGS = {
+    "method": "comera",
     "target_ratio": 0.5,
     "warmup_steps": 5,
     "early_steps": 10,

@@ -113,7 +113,9 @@ def test_ranks_shrink_to_the_same_numbers_around_bad_batches():
     for steps in ([0, NAN, *good[1:30], INF, NAN, *good[30:]], good):
         model = small_model()
         optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, rank_lr=3e-2))
-        config = RankConfig(target_ratio=0.5, early_steps=10, rho=0.5, prune_every=5)
+        config = RankConfig(
+            method="comera", target_ratio=0.5, early_steps=10, rho=0.5, prune_every=5
+        )
         adapter = RankAdapter(model, optimizer, config)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*the step is skipped")

@@ -69,7 +69,10 @@ class Run:
         if wrap and not late_wrap:
             self.called = wrap(model, **(ddp or {}))
         self.adapter = RankAdapter(
-            self.called, self.optimizer, RankConfig(**config), check_processes=check_processes
+            self.called,
+            self.optimizer,
+            RankConfig(**{"method": "comera", **config}),
+            check_processes=check_processes,
         )
         if wrap and late_wrap:
             self.called = wrap(model, **(ddp or {}))

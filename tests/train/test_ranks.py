@@ -19,11 +19,11 @@ from comera_fx.train.size import SizeOf
 STUDENT = TTSpec("tt", (4, 8), (8, 4), (1, 4, 16, 4, 1))
 
 
-def make(rank_lr=3e-2, **config):
+def make(rank_lr=3e-2, method="comera", **config):
     torch.manual_seed(1)
     model = nn.Sequential(TTLinear(STUDENT, 32, 32), nn.Tanh(), TTLinear(STUDENT, 32, 32))
     optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, rank_lr=rank_lr))
-    return model, optimizer, RankAdapter(model, optimizer, RankConfig(**config))
+    return model, optimizer, RankAdapter(model, optimizer, RankConfig(method=method, **config))
 
 
 def batch(step):
@@ -226,7 +226,7 @@ def test_a_resumed_model_in_a_plain_optimizer_gets_its_own_group():
     model = nn.Sequential(TTLinear(STUDENT, 32, 32), nn.Tanh(), TTLinear(STUDENT, 32, 32))
     model.load_state_dict(saved)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    RankAdapter(model, optimizer)
+    RankAdapter(model, optimizer, RankConfig(method="comera"))
     ranks = [w for layer in (model[0], model[2]) for w in layer.rank_weights]
     assert [id(w) for w in optimizer.param_groups[1]["params"]] == [id(w) for w in ranks]
     assert not {id(p) for p in optimizer.param_groups[0]["params"]} & {id(w) for w in ranks}
@@ -283,7 +283,7 @@ def test_ranks_fall_where_the_loss_has_become_small(optimizer_class):
     torch.manual_seed(0)
     model = nn.Sequential(TTLinear(STUDENT, 32, 32), nn.Tanh(), TTLinear(STUDENT, 32, 32))
     optimizer = optimizer_class(param_groups(model, lr=3e-3, rank_lr=3e-2))
-    adapter = RankAdapter(model, optimizer, RankConfig(target_ratio=0.5))
+    adapter = RankAdapter(model, optimizer, RankConfig(method="comera", target_ratio=0.5))
     target = torch.randn(64, 32) * 1e-3
     x = torch.randn(64, 32)
     for _ in range(600):
@@ -328,7 +328,7 @@ def test_forgetting_step_warns_once():
 def test_a_plain_optimizer_gets_a_group_for_the_rank_weights():
     model = nn.Sequential(TTLinear(STUDENT, 32, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, weight_decay=0.1)
-    RankAdapter(model, optimizer)
+    RankAdapter(model, optimizer, RankConfig(method="comera"))
     group = optimizer.param_groups[-1]
     assert group["lr"] == pytest.approx(0.1)
     assert group["weight_decay"] == 0.0
@@ -372,8 +372,14 @@ def dense_then_optimized():
             lambda: RankAdapter(as_sharded(make()[0]), make()[1]),
             "ranks cannot be cut where parameters are divided",
         ),
-        (lambda: RankAdapter(*with_scheduler()), "scheduler was made before"),
-        (lambda: RankAdapter(*with_lbfgs()), "several parameter groups"),
+        (
+            lambda: RankAdapter(*with_scheduler(), RankConfig(method="comera")),
+            "scheduler was made before",
+        ),
+        (
+            lambda: RankAdapter(*with_lbfgs(), RankConfig(method="comera")),
+            "several parameter groups",
+        ),
         (lambda: RankAdapter(*make()[:2], {"target_ratio": 0.5}), "wrong type of config"),
         (lambda: RankAdapter(make()[0], None), "wrong type of optimizer"),
         (lambda: make()[2].loss(1.0), "needs a scalar"),

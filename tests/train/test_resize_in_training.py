@@ -134,7 +134,7 @@ def test_schedules_reach_all_groups_over_a_cut(schedule, before):
             weight.fill_(1.0)
     if before:
         scheduler = SCHEDULERS[schedule](optimizer)
-    adapter = RankAdapter(model, optimizer, RankConfig(prune_every=2))
+    adapter = RankAdapter(model, optimizer, RankConfig(method="comera", prune_every=2))
     if not before:
         scheduler = SCHEDULERS[schedule](optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]

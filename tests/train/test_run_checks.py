@@ -73,7 +73,9 @@ def other_exclusions():
     loop = Loop(1)
     loop.adapter = None
     loop.optimizer.param_groups[-1]["params"].clear()
-    loop.adapter = RankAdapter(loop.model, loop.optimizer, RankConfig(exclude=("3",)))
+    loop.adapter = RankAdapter(
+        loop.model, loop.optimizer, RankConfig(method="comera", exclude=("3",))
+    )
     loop.optimizer.param_groups[-1]["params"].extend(loop.model[3].rank_weights)
     return loop
 
