@@ -1,0 +1,234 @@
+"""``compact``: TT rounding at any time, within the error asked for, to the smallest ranks."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from comera_fx.config import RankConfig
+from comera_fx.errors import RankError
+from comera_fx.modules import TTEmbedding, TTLinear, TTModule
+from comera_fx.spec import TTSpec
+from comera_fx.train import RankAdapter, compact, param_groups
+
+METHODS = ["comera", "proximal", "rounding"]
+SPEC = TTSpec("tt", (4, 8), (8, 4), (1, 4, 16, 4, 1))
+TTM = TTSpec("ttm", (4, 8), (8, 4), (1, 12, 1))
+TABLE = TTSpec("ttm", (6, 10), (8, 4), (1, 16, 1))
+KINDS = {
+    "tt": lambda: TTLinear(SPEC, 32, 32, dtype=torch.float64),
+    "ttm": lambda: TTLinear(TTM, 32, 32, dtype=torch.float64),
+    "embedding": lambda: TTEmbedding(TABLE, 60, 32, dtype=torch.float64),
+    "padded": lambda: TTEmbedding(TABLE, 60, 32, padding_idx=3, dtype=torch.float64),
+}
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    layers = [TTLinear(SPEC, 32, 32, dtype=torch.float64) for _ in range(2)]
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1])
+
+
+def adapted(method, **config):
+    model = make()
+    optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, rank_lr=5e-2))
+    config = {"target_ratio": 0.5, "prune_every": 5, "early_steps": 10, "rho": 0.5, **config}
+    return model, optimizer, RankAdapter(model, optimizer, RankConfig(method=method, **config))
+
+
+def train(model, optimizer, adapter, steps):
+    losses = []
+    for step in steps:
+        draws = torch.Generator().manual_seed(step)
+        x = torch.randn(64, 32, generator=draws, dtype=torch.float64)
+        task = nn.functional.mse_loss(model(x), torch.tanh(x.roll(1, 1)))
+        optimizer.zero_grad()
+        adapter.loss(task).backward()
+        optimizer.step()
+        adapter.step()
+        losses.append(task.item())
+    return losses
+
+
+def weights_of(model):
+    """Of every layer, from its cores alone: a row of padding is not theirs."""
+    return {
+        name: functools.reduce(lambda a, b: torch.tensordot(a, b, dims=1), cores).detach()
+        for name, module in model.named_modules()
+        if isinstance(module, TTModule) and (cores := module.effective_cores())
+    }
+
+
+def errors(model, before):
+    after = weights_of(model)
+    return [((after[k] - w).norm() / w.norm()).item() for k, w in before.items()]
+
+
+def decaying(layer, factor):
+    """Have every direction of a bond carry less than the one before it."""
+    with torch.no_grad():
+        for core in list(layer.cores)[:-1]:
+            core *= factor ** torch.arange(core.shape[-1], dtype=core.dtype)
+
+
+@pytest.mark.parametrize("tol", [0.0, 1e-4, 0.01, 0.1, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_error_of_every_layer_is_within_the_tolerance(kind, tol):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": KINDS[kind](), "b": KINDS[kind]()})
+    decaying(model["a"], 0.4)
+    size = model["a"].tt_params
+    before = weights_of(model)
+    told = compact(model, tol)
+    found = errors(model, before)
+    assert max(found) <= max(tol, 1e-12)
+    # What is told is a bound: the errors of the bonds of a layer, added in squares.
+    assert max(found) <= told + 1e-12 <= tol + 2e-12
+    assert model["a"].tt_params < size or tol <= 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_are_the_smallest_for_a_matrix_of_low_rank(kind):
+    """Rank 16 that holds rank 3, by zeros that no index shows."""
+    torch.manual_seed(0)
+    layer = KINDS[kind]()
+    with torch.no_grad():
+        for core, right in zip(layer.cores, layer.cores[1:], strict=False):
+            rank = core.shape[-1]
+            basis = torch.linalg.qr(torch.randn(rank, rank, dtype=core.dtype)).Q
+            core[..., 3:] = 0.0
+            core.copy_(torch.tensordot(core, basis, dims=1))
+            right.copy_(torch.tensordot(basis.T, right, dims=1))
+    before = weights_of(layer)
+    for tol in (1e-9, 1e-3):
+        assert compact(layer, tol) <= tol
+        assert layer.spec.ranks[1:-1] == (3,) * (layer.num_cores - 1)
+        assert max(errors(layer, before)) < 1e-9
+
+
+def test_one_rank_less_would_be_too_few():
+    torch.manual_seed(0)
+    layer = TTLinear(TTM, 32, 32, dtype=torch.float64)
+    decaying(layer, 0.5)
+    full = layer.dense_weight().detach()
+    twin = copy.deepcopy(layer)
+    tol = 0.03
+    compact(layer, tol)
+    rank = layer.spec.ranks[1]
+    values = torch.linalg.svdvals(_unfolded(full))
+    tails = values.square().flip(0).cumsum(0).flip(0).sqrt() / values.norm()
+    assert tails[rank] <= tol < tails[rank - 1]
+    assert 1 < rank < twin.spec.ranks[1]
+
+
+def _unfolded(weight):
+    """``(o1 o2, i1 i2)`` to ``(o1 i1, o2 i2)``: the matrix at the bond of a TTM of two cores."""
+    out_modes, in_modes = TTM.out_modes, TTM.in_modes
+    return weight.reshape(*out_modes, *in_modes).permute(0, 2, 1, 3).reshape(32, 32)
+
+
+def test_the_matrix_at_the_bond_is_what_is_said():
+    layer = TTLinear(TTM, 32, 32, dtype=torch.float64)
+    assert torch.linalg.matrix_rank(_unfolded(layer.dense_weight())) == 12
+
+
+def test_a_tolerance_of_nothing_keeps_the_function():
+    model = make()
+    x = torch.randn(7, 32, dtype=torch.float64)
+    before = model(x).detach()
+    assert compact(model, 0) == 0.0
+    torch.testing.assert_close(model(x).detach(), before, rtol=1e-10, atol=1e-12)
+    assert [layer.spec for layer in (model[0], model[2])] == [SPEC, SPEC]
+
+
+def test_a_layer_that_holds_nothing_loses_all_of_it():
+    model = make()
+    with torch.no_grad():
+        model[0].cores[1].zero_()
+    with pytest.warns(UserWarning, match="layer '0' have died"):
+        assert compact(model, 0.01) <= 0.01
+    assert model[0].tt_params == 0
+    assert model[2].tt_params > 0
+    assert compact(model, 0.01) <= 0.01
+
+
+# ---- at any time ----
+
+
+@pytest.mark.parametrize("steps", [0, 7, 25, 90], ids=["before", "early", "late", "after"])
+@pytest.mark.parametrize("method", METHODS)
+def test_before_in_and_after_adaptation(method, steps):
+    model, optimizer, adapter = adapted(method)
+    train(model, optimizer, adapter, range(steps))
+    twin = copy.deepcopy(model)
+    adapter.follow(twin)
+    size, before = adapter.size, weights_of(model)
+    assert adapter.compact(0.5) <= 0.5
+    assert max(errors(model, before)) <= 0.5
+    assert adapter.size < size
+    assert adapter.size == sum(c.numel() for k in (0, 2) for c in model[k].cores)
+    assert max(errors(twin, weights_of(model))) < 1e-10
+    losses = train(model, optimizer, adapter, range(steps, steps + 30))
+    assert losses[-1] < losses[0]
+    for parameter in (*model[0].cores, *model[2].cores):
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_target_that_compact_meets_is_met(method):
+    model, optimizer, adapter = adapted(method, target_ratio=0.9)
+    adapter.compact(0.6)
+    assert adapter.size <= adapter.target_size
+    train(model, optimizer, adapter, range(5))
+    assert adapter.stage == "late"
+    ranks = adapter.ranks
+    train(model, optimizer, adapter, range(5, 40))
+    assert adapter.ranks == ranks
+
+
+def test_rank_weights_are_ones_afterwards_and_excluded_layers_stay():
+    model, optimizer, adapter = adapted("comera", target_ratio=None, exclude=["2"])
+    train(model, optimizer, adapter, range(4))
+    adapter.compact(0.2)
+    assert all((weight == 1).all() for weight in model[0].rank_weights)
+    assert model[2].spec == SPEC
+
+
+def test_optimizers_that_are_named_follow():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.randn(4, 32, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    compact(model, 0.3, optimizer)
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+    compact(model, 0.4, [optimizer])
+    model(torch.randn(4, 32, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize("tol", [-0.1, 1, 1.5, float("nan"), float("inf"), "0.1", None, True])
+@pytest.mark.parametrize("in_adaptation", [False, True])
+def test_bad_tolerances_are_refused_and_change_nothing(tol, in_adaptation):
+    if in_adaptation:
+        model, _, adapter = adapted("rounding")
+        call = adapter.compact
+    else:
+        model = make()
+        call = lambda tol: compact(model, tol)  # noqa: E731
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(RankError, match="tolerance of compact is out of range") as caught:
+        call(tol)
+    assert f"got:      {tol!r}" in str(caught.value)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_model_without_layers_of_ranks_is_refused():
+    with pytest.raises(RankError, match="no TT layer whose ranks could adapt"):
+        compact(nn.Linear(4, 4), 0.1)
