@@ -113,7 +113,7 @@ def test_they_are_found_whatever_the_seed(method, modes, seed):
 
 def test_without_a_change_of_basis_indices_do_not_tell_the_ranks():
     """What ``balance`` is for."""
-    lesson = Lesson(MODES[0], gamma=0.03, balance=False).learn(300)
+    lesson = Lesson(MODES[0], method="comera", gamma=0.03, balance=False).learn(300)
     assert max(lesson.ranks) > TEACHER_RANK + 1
 
 
@@ -147,7 +147,7 @@ def test_a_target_is_met_by_a_schedule_and_not_passed_by_a_rank(method, modes, s
 def test_rank_weights_come_down_to_a_target(modes, schedule):
     """At ten times the cores' rate, as ``param_groups`` has it."""
     target = spec_of(modes, TEACHER_RANK).num_params
-    lesson = Lesson(modes, rank_lr=0.1, rho=0.5, target_params=target, **schedule)
+    lesson = Lesson(modes, rank_lr=0.1, method="comera", rho=0.5, target_params=target, **schedule)
     lesson.learn(150)
     assert_meets_target(lesson)
     ranks = lesson.ranks
