@@ -142,6 +142,7 @@ def test_a_target_is_met_by_a_schedule_and_not_passed_by_a_rank(method, modes, s
     assert lesson.ranks == ranks
 
 
+@pytest.mark.filterwarnings("ignore:the mean loss has gone")  # to a fourteenth, so fast
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"early{s['early_steps']}")
 @pytest.mark.parametrize("modes", MODES, ids=str)
 def test_rank_weights_come_down_to_a_target(modes, schedule):
