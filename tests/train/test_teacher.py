@@ -142,12 +142,11 @@ def test_a_target_is_met_by_a_schedule_and_not_passed_by_a_rank(method, modes, s
     assert lesson.ranks == ranks
 
 
-@pytest.mark.filterwarnings("ignore:the mean loss has gone")  # to a fourteenth, so fast
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"early{s['early_steps']}")
 @pytest.mark.parametrize("modes", MODES, ids=str)
 def test_rank_weights_come_down_to_a_target(modes, schedule):
-    """At ten times the cores' rate, as ``param_groups`` has it."""
-    target = spec_of(modes, TEACHER_RANK).num_params
+    """To a third: with no schedule to go by, they may rest above the teacher's own size."""
+    target = spec_of(modes, STUDENT_RANK).num_params // 3
     lesson = Lesson(modes, rank_lr=0.1, method="comera", rho=0.5, target_params=target, **schedule)
     lesson.learn(150)
     assert_meets_target(lesson)
