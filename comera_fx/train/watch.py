@@ -26,6 +26,7 @@ class Watch:
         self._first_loss: float | None = None
         self._loss_before: float | None = None
         self._cut_at = 0
+        self._told = False
 
     def look(
         self, step: int, size: int, loss: float | None, *, awaits_cuts: bool, stacklevel: int
@@ -42,8 +43,9 @@ class Watch:
         if self._first_loss is None:
             self._first_loss = loss
         before = self._loss_before
-        if self._has_exploded(loss):
-            self._loss_before = loss  # said once
+        if not self._told and self._has_exploded(loss):
+            self._told = True  # the mean goes on rising for a while
+            self._loss_before = loss
             self._say(
                 f"the mean loss has gone from {before:.4g} to {loss:.4g} since the cut of step "
                 f"{self._cut_at}. Cut less at once: raise shrink_steps or the target, or lower "
@@ -52,7 +54,7 @@ class Watch:
             )
         moved = self._size is not None and size != self._size
         if moved or before is None:
-            self._loss_before, self._cut_at = loss, step
+            self._loss_before, self._cut_at, self._told = loss, step, False
         self._unmoved = 0 if moved or not awaits_cuts else self._unmoved + 1
         self._size = size
         if self._unmoved == STUCK_AFTER:
@@ -82,6 +84,7 @@ class Watch:
             "first_loss": self._first_loss,
             "loss_before": self._loss_before,
             "cut_at": self._cut_at,
+            "told": self._told,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,4 +92,4 @@ class Watch:
         self.notes = list(state["notes"])
         self._size, self._unmoved = state["size"], state["unmoved"]
         self._first_loss, self._loss_before = state["first_loss"], state["loss_before"]
-        self._cut_at = state["cut_at"]
+        self._cut_at, self._told = state["cut_at"], state["told"]
