@@ -41,7 +41,7 @@ class ClassifierSizes:
 
 QUICK_SIZES = ClassifierSizes(64, 128, 2, 1, vocabulary_size=1024, length=16)
 CPU_SIZES = ClassifierSizes()
-"""Small enough that some hundred training steps of 32 examples take a minute on two cores."""
+"""Small enough that 300 training steps of 32 examples take about a minute on one core."""
 GPU_SIZES = ClassifierSizes(768, 3072, 12, 6, 30522, 64)
 """The paper's width, depth and vocabulary."""
 
