@@ -252,16 +252,16 @@ def test_layouts_and_embeddings(method, model):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stop", [12, 33, 41, 62])  # early, late, between cuts, target met
+@pytest.mark.parametrize("stop", [12, 30, 33, 62])  # early, trials pending, late, target met
 def test_a_run_resumed_in_mid_schedule_gives_the_same_numbers(method, stop):
     config = {"target_ratio": 0.4, "warmup_steps": 5, "early_steps": 15, "shrink_steps": 40}
-    model, optimizer, adapter = make(method, gamma=0.02, regrow=0.05, **config)
+    model, optimizer, adapter = make(method, gamma=0.02, regrow=0.3, **config)
     train(model, optimizer, adapter, range(stop))
     stored = io.BytesIO()
     torch.save([part.state_dict() for part in (model, optimizer, adapter)], stored)
     straight = train(model, optimizer, adapter, range(stop, 80))
 
-    model2, optimizer2, adapter2 = make(method, gamma=0.02, regrow=0.05, seed=9, **config)
+    model2, optimizer2, adapter2 = make(method, gamma=0.02, regrow=0.3, seed=9, **config)
     stored.seek(0)
     states = torch.load(stored, weights_only=True)
     for part, state in zip((model2, optimizer2, adapter2), states, strict=True):
@@ -339,6 +339,15 @@ def test_as_many_die_as_were_dead_at_every_one_of_the_last_cuts(patience):
         deaths = Deaths(patience, {"fc": 0})
         counts = [deaths.alive(bond_of(*[1.0] * (4 - n), *[1e-4] * n), live)["fc"][0] for n in dead]
         assert counts == [*[4] * (patience - 1), 4 - min(dead)]
+
+
+def test_what_has_gone_is_not_counted_among_the_dead_again():
+    deaths = Deaths(2, {"fc": 0})
+    counts = [
+        deaths.alive(bond_of(*values), live)["fc"][0]
+        for values in ([1.0, 1.0, 1e-4, 1e-4], [1.0, 1.0, 1e-4, 1e-4], [1.0, 1e-4], [1.0, 1e-4])
+    ]
+    assert counts == [4, 2, 2, 1]
 
 
 def test_a_layer_that_fades_as_a_whole_dies_beside_what_it_was():
