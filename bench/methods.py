@@ -1,16 +1,16 @@
 """Ways to train a small model that a study compares, behind one interface.
 
 A method makes a ``Run`` of a ``Setup``: a model, its optimizers, and what it does around a step.
-All compress the same layers; at the end these hold at most ``Setup.target`` parameters, those of
-"dense" and "galore" excepted, whose weights stay dense. All train the weights of these layers at
-one rate and the rest of the model at the same multiple of it.
+All compress the same layers; at the end these hold at most ``Setup.target`` parameters, except
+where weights stay dense. All train the weights of these layers at one rate and the rest of the
+model at the same multiple of it; "dense_one_rate" shows what dense gains or loses by that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,11 @@ class Run:
     def finish(self) -> None:
         """Leave the model as small as it will be used."""
 
+    @property
+    def cut_every(self) -> int | None:
+        """Steps from cut to cut; ``None`` without cuts."""
+        return None
+
     def occasional(self) -> tuple[Callable[[], object], int] | None:
         """Return work that is done once in so many steps, and that number of steps."""
         return None
@@ -114,8 +119,19 @@ def _dense(setup: Setup) -> Run:
     return Run(model, list(layers), adamw(_groups(model, layers, setup.rate), setup.rate))
 
 
+def _dense_one_rate(setup: Setup) -> Run:
+    model = setup.task.dense(setup.seed)
+    layers = compressed_layers(model, setup.task.config)
+    return Run(model, list(layers), adamw(model.parameters(), setup.rate))
+
+
 class GaLoreRun(Run):
     """A dense model whose compressed layers are trained in subspaces."""
+
+    @property
+    def cut_every(self) -> int | None:
+        """Steps from cut to cut; ``None`` without cuts."""
+        return None
 
     def occasional(self) -> tuple[Callable[[], object], int]:
         """Return the choice of new subspaces."""
@@ -131,7 +147,9 @@ def _galore(setup: Setup) -> Run:
     taken = {id(matrix) for matrix in matrices}
     rest = [p for p in model.parameters() if id(p) not in taken]
     galore = GaLoreAdamW(matrices, setup.rate, **GALORE)
-    return GaLoreRun(model, list(layers), galore, adamw(rest, REST_LR_SCALE * setup.rate))
+    # Matrices move by the scale times their rate.
+    rest_rate = REST_LR_SCALE * GALORE["scale"] * setup.rate
+    return GaLoreRun(model, list(layers), galore, adamw(rest, rest_rate))
 
 
 # ---- two factors ----
@@ -149,6 +167,12 @@ class AdaLoRARun(Run):
         optimizer = adamw(_groups(model, layers, setup.rate), setup.rate)
         super().__init__(model, list(layers), optimizer)
         self.budget = Budget(layers, setup.target, setup.steps, prune_every=setup.prune_every)
+        self._cut_every = setup.prune_every
+
+    @property
+    def cut_every(self) -> int:
+        """Steps from mask to mask."""
+        return self._cut_every
 
     def minimised(self, loss: Tensor) -> Tensor:
         """Return the loss and the penalty that keeps factors orthonormal."""
@@ -209,6 +233,11 @@ class AdapterRun(Run):
     ) -> None:
         super().__init__(model, layers, adamw(param_groups(model, setup.rate), setup.rate))
         self.adapter = RankAdapter(model, self.optimizers[0], config)
+
+    @property
+    def cut_every(self) -> int:
+        """Steps from cut to cut."""
+        return self.adapter.config.prune_every
 
     def minimised(self, loss: Tensor) -> Tensor:
         """Return the adapter's objective."""
@@ -349,16 +378,18 @@ class Method:
     Args:
         build: Makes a run.
         settings: What, beside the task, its results depend on.
+        size: Size that its layers end with: "target", or that of "dense".
         adapts: Whether its layers become smaller while it trains.
     """
 
     build: Callable[[Setup], Run]
     settings: Callable[[Setup], Mapping[str, Any]]
+    size: Literal["target", "dense"] = "target"
     adapts: bool = False
 
 
 METHODS: dict[str, Method] = {
-    "dense": Method(_dense, lambda setup: {}),
+    "dense": Method(_dense, lambda setup: {}, size="dense"),
     "tt": Method(_tt, lambda setup: {}),
     "low_rank": Method(_low_rank, lambda setup: {}),
     "ours": Method(
@@ -374,7 +405,8 @@ METHODS: dict[str, Method] = {
     "adalora": Method(
         _adalora, lambda setup: {"larger": LARGER_ADALORA, "penalty": ORTHOGONALITY}, adapts=True
     ),
-    "galore": Method(_galore, lambda setup: GALORE),
+    "galore": Method(_galore, lambda setup: {**GALORE, "rest": "scaled"}, size="dense"),
+    "dense_one_rate": Method(_dense_one_rate, lambda setup: {}, size="dense"),
 }
 """By name, the ones first that a study runs first."""
 FIRST = ("dense", "tt", "low_rank", "ours")

@@ -30,7 +30,7 @@ import torch
 from bench.methods import FIRST, METHODS, Setup
 from bench.options import RESULTS
 from bench.study_child import Job, Source, Timing, work_apart
-from bench.study_rows import KEY, as_text, end_line, key_of, latest, mean_ms, read_rows
+from bench.study_rows import DENSE_TIME, KEY, as_text, end_line, key_of, latest, mean_ms, read_rows
 from bench.study_table import write_report
 from bench.study_task import DEFAULT_RATIO, SELECTION_SEED, Task, digest, target_params
 from bench.timing import Row, append_rows
@@ -44,7 +44,7 @@ ROUNDS = 20
 QUICK_RESULTS = Path("build/studies")
 RESULT = (
     *("steps", "quality", "compressed_params", "ratio", "start_params", "mean_params"),
-    *("total_params", "optimizer_bytes", "peak_bytes", "step_ms", "seconds"),
+    *("total_params", "optimizer_bytes", "peak_bytes", "step_ms", "seconds", "cut_share"),
     *("curve", "shapes", "failure", "device"),
 )
 """Columns of a row, beside its key and what ``append_rows`` adds."""
@@ -108,7 +108,7 @@ class Study:
         self.csv = self.folder / f"{self.task.name}.csv"
         self.steps_csv = self.folder / f"{self.task.name}_steps.csv"
         self._start = time.monotonic()
-        self._lock = Lock()
+        self._lock, self._is_stopped = Lock(), False
         self._load()
 
     def run(self) -> None:
@@ -162,7 +162,7 @@ class Study:
         assert rate is not None, "methods without a rate are not run"
         yield method, "steps", seed, rate, self.task.steps
         steps = self._steps_in_time(method)
-        if method != "dense" and steps is not None:
+        if method not in DENSE_TIME and steps is not None:
             yield method, "time", seed, rate, steps
 
     def _steps_in_time(self, method: str) -> int | None:
@@ -202,6 +202,9 @@ class Study:
         found: Row = dict.fromkeys(RESULT, "")
         try:
             found |= self.work(self._share(), Job(method, seed, rate, steps))[0]
+        except KeyboardInterrupt:
+            self._is_stopped = True
+            raise
         except RuntimeError as error:
             found |= {"quality": math.nan, "curve": [], "shapes": {}, "failure": str(error)}
         held = found["compressed_params"]
@@ -266,7 +269,7 @@ class Study:
 
     def _is_late(self) -> bool:
         passed = time.monotonic() - self._start
-        return self.minutes is not None and passed > 60 * self.minutes
+        return self._is_stopped or (self.minutes is not None and passed > 60 * self.minutes)
 
     def _digest(self, method: str) -> str:
         task = self.task

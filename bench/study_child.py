@@ -98,12 +98,15 @@ def work_apart(source: Source, job: Job | Timing) -> list[Row]:
 
     Raises:
         RuntimeError: If the process fails; its text is the last line of what it said.
+        KeyboardInterrupt: If it was interrupted or killed, which says nothing about the job.
     """
     text = json.dumps({"source": asdict(source), "job": asdict(job)})
     command = [sys.executable, "-m", "bench.study_child", text]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
+        if done.returncode < 0 or lines[-1] == "KeyboardInterrupt":
+            raise KeyboardInterrupt(f"a run was stopped, exit {done.returncode}")
         raise RuntimeError(f"exit {done.returncode}: {lines[-1]}"[:LONGEST_FAILURE])
     rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
     return rows

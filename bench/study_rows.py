@@ -13,6 +13,8 @@ from bench.timing import Row
 
 Rows = Sequence[dict[str, Any]]
 
+DENSE_TIME = ("dense", "dense_one_rate")
+"""Methods whose steps are those of the dense model: at equal time they take equally many."""
 KEY = ("task", "method", "budget", "seed", "rate", "digest")
 """What makes two runs the same."""
 _INTEGERS = (
@@ -26,7 +28,10 @@ _INTEGERS = (
     "peak_bytes",
     "rounds",
 )
-_NUMBERS = ("rate", "quality", "step_ms", "seconds", "ratio", "start_ms", "final_ms", "dense_ms")
+_NUMBERS = (
+    *("rate", "quality", "step_ms", "seconds", "cut_share", "ratio"),
+    *("start_ms", "final_ms", "dense_ms"),
+)
 _STRUCTURES = ("curve", "shapes")
 
 
@@ -70,12 +75,12 @@ def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def mean_ms(timing: Row, row: Row) -> float:
     """Return the milliseconds of a step, over a run whose layers became smaller.
 
-    Times between start and end are taken to follow the sizes.
+    Times between start and end are taken to follow the sizes; cuts come on top.
     """
     start, final = float(str(timing["start_ms"])), float(str(timing["final_ms"]))
     first, mean, last = (int(str(row[f"{n}_params"])) for n in ("start", "mean", "compressed"))
     share = (mean - last) / (first - last) if first > last else 1.0
-    return final + share * (start - final)
+    return (final + share * (start - final)) * (1 + float(str(row["cut_share"])))
 
 
 def _is_whole(row: dict[str, Any]) -> bool:

@@ -9,8 +9,9 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from bench.methods import METHODS
-from bench.study_rows import mean_ms
+from bench.study_rows import DENSE_TIME, mean_ms
 from bench.study_task import SELECTION_SEED
+from comera_fx.train.groups import REST_LR_SCALE
 
 if TYPE_CHECKING:
     from bench.study import Study
@@ -56,8 +57,10 @@ def table(study: Study) -> str:
         f"{task.quality}, {task.better} is better; mean and standard deviation over seeds. "
         f"{task.steps} steps, or as many as fit into the dense model's time. Compressed layers "
         f"hold at most {study.target:,} parameters at the end, a share of 1 / "
-        f"{study.source.ratio:g}, except in dense and galore. Rates: the best of those tried on "
-        f"seed {SELECTION_SEED}, which is not reported, on data for validation.",
+        f"{study.source.ratio:g}, except where weights stay dense (dense, dense_one_rate, galore). "
+        f"Rates: those of the compressed layers' weights, the best of those tried on seed "
+        f"{SELECTION_SEED}, which is not reported, on data for validation; the rest of the model "
+        f"has {REST_LR_SCALE:g} times the rate, except in dense_one_rate.",
         "",
     ]
     return "\n".join([*notes, *("| " + " | ".join(row) + " |" for row in rows), ""])
@@ -69,7 +72,7 @@ def reported(study: Study, method: str, budget: str) -> dict[int, dict[str, Any]
     The dense model has all the time that it takes: both budgets are one.
     """
     rate = study.best_rate(method)
-    budget = "steps" if method == "dense" else budget
+    budget = "steps" if method in DENSE_TIME else budget
     return {
         row["seed"]: row
         for row in study.rows_of(method)
@@ -83,7 +86,7 @@ def _cells(study: Study, method: str, dense: Runs) -> list[str]:
     small = " (above the target)" if _is_too_large(study, method, steps.values()) else ""
     return [
         method,
-        BLANK if rate is None else f"{rate:g}",
+        BLANK if rate is None else f"{rate:g}" + _edge(study, rate),
         *_qualities(steps, dense, is_dense=method == "dense"),
         *_qualities(timed, dense, is_dense=method == "dense"),
         _mean(steps.values(), "ratio", "{:.2f}x") + small,
@@ -93,6 +96,11 @@ def _cells(study: Study, method: str, dense: Runs) -> list[str]:
         BLANK if timing is None else _speed(timing),
         str(max(len(steps), len(timed))),
     ]
+
+
+def _edge(study: Study, rate: float) -> str:
+    """Say that a better rate may lie outside of the grid."""
+    return " (edge of the grid)" if rate in (min(study.rates), max(study.rates)) else ""
 
 
 def _qualities(runs: Runs, dense: Runs, *, is_dense: bool) -> tuple[str, str]:
@@ -127,7 +135,7 @@ def _speed(timing: Mapping[str, Any]) -> str:
 
 def _is_too_large(study: Study, method: str, rows: Iterable[Mapping[str, Any]]) -> bool:
     sizes = [row["compressed_params"] for row in rows if not row["failure"]]
-    return method not in ("dense", "galore") and any(size > study.target for size in sizes)
+    return METHODS[method].size == "target" and any(size > study.target for size in sizes)
 
 
 def draw(study: Study, path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
@@ -21,7 +21,9 @@ from comera_fx import OptimizeConfig, optimize
 
 CURVE_POINTS = 5
 CURVE_SHARE = 0.25
-"""Share of the data on which points of a curve are measured, the last one excepted."""
+"""Share of the data on which points of a curve are measured; the last one is the result."""
+NEARBY = 10
+"""Steps on either side that a step with a cut is compared with."""
 STILL = 1e-7
 """Rate of timed steps, at which nothing is learnt and no rank dies."""
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -59,8 +61,9 @@ def train(setup: Setup, method: str, part: Part) -> Row:
             if not math.isfinite(float(total)):
                 failure = f"diverged by step {step + 1}"
                 break
-            glance = evaluate(task, run.model, part, CURVE_SHARE)
-            curve.append((step + 1, round(sum(seconds), 3), round(glance, 5)))
+            if step + 1 < setup.steps:
+                glance = evaluate(task, run.model, part, CURVE_SHARE)
+                curve.append((step + 1, round(sum(seconds), 3), round(glance, 5)))
     peak_bytes, state_bytes = memory.peak_bytes(), optimizer_bytes(run)
     run.finish()
     quality = math.nan if failure else evaluate(task, run.model, part, 1.0)
@@ -77,6 +80,7 @@ def train(setup: Setup, method: str, part: Part) -> Row:
         "peak_bytes": peak_bytes,
         "step_ms": round(1e3 * median(seconds), 3),
         "seconds": round(sum(seconds), 3),
+        "cut_share": round(cut_share(seconds, run.cut_every), 5),
         "shapes": run.shapes,
         "failure": failure,
     }
@@ -113,8 +117,30 @@ def optimizer_bytes(run: Run) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def cut_share(seconds: Sequence[float], cut_every: int | None) -> float:
+    """Return what cuts cost over a run, as a share of what all of its other work takes.
+
+    A cut falls into one step; in the one after it plans are made for the new sizes.
+
+    Args:
+        seconds: Of each step.
+        cut_every: Steps from cut to cut; ``None`` if there are none.
+    """
+    if cut_every is None or cut_every < 3:
+        return 0.0
+    is_slow = [step % cut_every in (0, cut_every - 1) for step in range(len(seconds))]
+    extra = 0.0
+    for step, time_ in enumerate(seconds):
+        low = max(0, step - NEARBY)
+        around = range(low, min(len(seconds), step + NEARBY + 1))
+        usual = [seconds[i] for i in around if not is_slow[i]]
+        if is_slow[step] and usual and step >= cut_every - 1:  # not the first step of all
+            extra += time_ - median(usual)
+    return max(0.0, extra / (sum(seconds) - extra))
+
+
 def _is_point(step: int, steps: int) -> bool:
-    """Whether a step is the last one of a fifth of the run, the very last one excepted."""
+    """Whether a step is the last one of a fifth of the run, or the very last one."""
     parts = [CURVE_POINTS * count // steps for count in (step, step + 1)]
     return parts[0] < parts[1] or step + 1 == steps
 

@@ -15,7 +15,7 @@ from comera_fx import optimize
 from comera_fx.modules import tt_modules
 from tests.bench.study_tasks import RATIO, make_task
 
-SMALL = [name for name in METHODS if name not in ("dense", "galore")]
+SMALL = [name for name in METHODS if METHODS[name].size == "target"]
 TIGHT = {"rtol": 1e-5, "atol": 1e-6}
 
 

@@ -111,11 +111,12 @@ def test_equal_time_gives_as_many_steps_as_fit_into_denses_time(tmp_path):
 
 def test_times_of_shrinking_layers_follow_their_sizes():
     timing = {"start_ms": 8.0, "final_ms": 4.0}
-    sizes = {"start_params": 200, "compressed_params": 100}
+    sizes = {"start_params": 200, "compressed_params": 100, "cut_share": 0.0}
     assert mean_ms(timing, {**sizes, "mean_params": 125}) == pytest.approx(5.0)
     assert mean_ms(timing, {**sizes, "mean_params": 200}) == pytest.approx(8.0)
-    constant = {"start_params": 100, "compressed_params": 100, "mean_params": 100}
+    constant = {"start_params": 100, "compressed_params": 100, "mean_params": 100, "cut_share": 0.0}
     assert mean_ms(timing, constant) == pytest.approx(8.0)
+    assert mean_ms(timing, {**constant, "cut_share": 0.25}) == pytest.approx(10.0)
 
 
 def test_steps_are_timed_once_and_at_the_sizes_of_the_best_run(tmp_path):
@@ -191,6 +192,19 @@ def test_failures_stay_unless_they_are_to_be_retried(tmp_path):
     assert not any(row["failure"] for row in again.rows)
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_was_stopped_is_no_failure_and_ends_the_study(tmp_path, jobs):
+    told = Told(stopped=("tt",))
+    study = make(tmp_path, told, methods=("tt",), jobs=jobs)
+    with pytest.raises(KeyboardInterrupt):
+        study.run()
+    assert (study.rows, len(told.jobs)) == ([], 1)
+    study.work = Told()
+    study._is_stopped = False
+    study.run()
+    assert {row["failure"] for row in study.rows} == {""}
+
+
 def test_a_row_that_was_cut_off_is_left_out_and_run_again(tmp_path):
     told = Told()
     study = make(tmp_path, told, methods=("dense",), seeds=(0,))
@@ -229,6 +243,6 @@ def test_a_method_that_is_none_is_named(tmp_path):
     assert str(caught.value) == (
         "a method is not known\n"
         "  got:      lora\n"
-        "  expected: of dense, tt, low_rank, ours, comera, adalora, galore\n"
+        "  expected: of dense, tt, low_rank, ours, comera, adalora, galore, dense_one_rate\n"
         "  mend:     correct --only"
     )

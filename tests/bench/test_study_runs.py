@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from bench.study import main
 from bench.study_child import Job, Timing, work, work_apart
 from bench.study_classes import classification
 from bench.study_task import SELECTION_SEED, target_params
-from bench.study_train import PeakMemory, evaluate, train
+from bench.study_train import PeakMemory, cut_share, evaluate, train
 from tests.bench.study_tasks import RATIO, make_task
 from tests.bench.told import SOURCE, Told, make
 
@@ -27,7 +28,7 @@ def test_a_run_gives_all_columns_and_is_the_same_every_time():
     one, other = work(SOURCE, job)[0], work(SOURCE, job)[0]
     assert one["quality"] == other["quality"]
     assert one["start_params"] >= one["mean_params"] >= one["compressed_params"]
-    assert [point[0] for point in one["curve"]] == [4, 8, 12, 16, 20, 20]
+    assert [point[0] for point in one["curve"]] == [4, 8, 12, 16, 20]
     assert one["curve"][-1][2] == pytest.approx(one["quality"], abs=1e-5)
     assert one["optimizer_bytes"] > 0
     assert one["failure"] == ""
@@ -61,6 +62,20 @@ def test_methods_are_timed_at_the_start_and_at_their_end():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_cuts_cost_is_seen_beside_the_steps_around_them():
+    seconds = [1.0] * 40
+    seconds[0] = 9.0  # of the first step, which is slow for other reasons
+    assert cut_share(seconds, 10) == 0.0
+    for step in (9, 19, 29, 39):
+        seconds[step] += 0.5  # the cut
+    for step in (10, 20, 30):
+        seconds[step] += 0.3  # plans for the new sizes
+    assert cut_share(seconds, 10) == pytest.approx((4 * 0.5 + 3 * 0.3) / 48)
+    assert cut_share(seconds, None) == 0.0
+    falling = [2.0 - 0.02 * step for step in range(40)]
+    assert cut_share(falling, 10) == pytest.approx(0.0, abs=5e-3)
+
+
 def test_peak_memory_is_of_what_is_done_after_the_reset():
     memory = PeakMemory("cpu")
     torch.ones(2**25)  # 128 MiB, gone again
@@ -110,7 +125,7 @@ def test_classes_are_told_apart_by_every_kind_of_method():
     task = classification("words", data, steps=40, batch_size=16, sizes=sizes, dropout=0.0)
     target = target_params(task, 2.0)
     for method in ("dense", "tt", "low_rank"):
-        row = train(Setup(task, 0, 1e-2, 40, target), method, "test")
+        row = train(Setup(task, 0, 3e-3, 40, target), method, "test")
         assert row["quality"] > 0.9, method
     assert evaluate(task, task.dense(0), "test", 1.0) < 0.8
 
@@ -122,6 +137,13 @@ def test_classes_are_told_apart_by_every_kind_of_method():
 def test_a_child_that_fails_says_why():
     with pytest.raises(RuntimeError, match=r"^exit 1: KeyError: 'none'$"):
         work_apart(SOURCE, Job("none", 0, 1e-3, 2))
+
+
+def test_a_child_that_was_killed_says_nothing_of_its_job(monkeypatch):
+    done = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr(study_child.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(KeyboardInterrupt):
+        work_apart(SOURCE, Job("dense", 0, 1e-3, 1))
 
 
 def test_a_child_prints_its_rows(monkeypatch, capsys):

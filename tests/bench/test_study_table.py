@@ -23,7 +23,7 @@ def test_the_table_holds_means_spreads_and_differences(tmp_path):
     dense, tt = (
         next(line for line in lines if line.startswith(f"| {n} ")) for n in ("dense", "tt")
     )
-    assert dense.split(" | ")[1:4] == ["0.001", "0.5000 ± 0.1414", "-"]
+    assert dense.split(" | ")[1:4] == ["0.001 (edge of the grid)", "0.5000 ± 0.1414", "-"]
     assert tt.split(" | ")[2:6] == [
         "0.7000 ± 0.2828",
         "+0.2000 ± 0.1414",
@@ -34,6 +34,15 @@ def test_the_table_holds_means_spreads_and_differences(tmp_path):
     assert tt.split(" | ")[6:] == [ratio, "2,000", "0.0", "1", "2.00", "2 |"]
 
 
+def test_a_best_rate_at_an_edge_of_the_grid_is_marked(tmp_path):
+    told = Told({("tt", SELECTION_SEED, 4e-3): 0.1, ("dense", SELECTION_SEED, 2e-3): 0.1})
+    study = make(tmp_path, told, rates=(1e-3, 2e-3, 4e-3))
+    study.run()
+    dense, tt = table(study).splitlines()[-2:]
+    assert "| 0.002 |" in dense
+    assert "| 0.004 (edge of the grid) |" in tt
+
+
 def test_a_table_of_few_rows_has_dashes(tmp_path):
     told = Told()
     study = make(tmp_path, told)
@@ -42,7 +51,11 @@ def test_a_table_of_few_rows_has_dashes(tmp_path):
     assert line == "| tt | - | - | - | - | - | - | - | - | - | - | 0 |"
     study._run("tt", "steps", SELECTION_SEED, SECOND_RATE, 60)
     study._run("tt", "steps", 0, FIRST_RATE, 60)
-    assert table(study).splitlines()[-1].startswith("| tt | 0.001 | 0.5000 | - | - | - | ")
+    assert (
+        table(study)
+        .splitlines()[-1]
+        .startswith("| tt | 0.001 (edge of the grid) | 0.5000 | - | - | - | ")
+    )
 
 
 def test_layers_above_the_target_and_failures_are_marked(tmp_path):
@@ -73,7 +86,7 @@ def test_the_report_is_the_same_every_time_and_needs_no_run(tmp_path):
 
 
 def test_a_curve_is_a_mean_over_runs_that_ended_at_the_speed_of_steps_in_turns():
-    sizes = {"steps": 2, "seconds": 4.0, **dict.fromkeys(SIZES, 700)}
+    sizes = {"steps": 2, "seconds": 4.0, "cut_share": 0.0, **dict.fromkeys(SIZES, 700)}
     runs = [
         {"curve": [[1, 2.0, 4.0], [2, 4.0, 2.0]], "failure": "", **sizes},
         {"curve": [[1, 4.0, 6.0], [2, 8.0, 4.0]], "failure": "", **sizes, "seconds": 8.0},

@@ -15,8 +15,9 @@ SIZES = ("start_params", "mean_params", "compressed_params")
 class Told:
     """Answers jobs without training; notes which there were."""
 
-    def __init__(self, qualities=None, failing=()):
-        self.jobs, self.qualities, self.failing = [], qualities or {}, failing
+    def __init__(self, qualities=None, failing=(), stopped=()):
+        self.jobs, self.qualities = [], qualities or {}
+        self.failing, self.stopped = failing, stopped
 
     def __call__(self, source, job):
         self.jobs.append(job)
@@ -24,6 +25,8 @@ class Told:
             return [self.times(name) for name in job.methods]
         if job.method in self.failing:
             raise RuntimeError("exit 1: out of memory")
+        if job.method in self.stopped:
+            raise KeyboardInterrupt
         quality = self.qualities.get((job.method, job.seed, job.rate), 0.5)
         start, end = (768, 700) if METHODS[job.method].adapts else (700, 700)
         return [
@@ -38,6 +41,7 @@ class Told:
                 "peak_bytes": 2**20,
                 "step_ms": 2.0,
                 "seconds": 1.5,
+                "cut_share": 0.0,
                 "shapes": {"0": 3},
                 "failure": "" if math.isfinite(quality) else "diverged by step 3",
             }
