@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule, tt_modules
+from comera_fx.train.budget import params_of
 from comera_fx.train.groups import RANK_LR_SCALE
 from comera_fx.train.processes import unwrapped
 
@@ -214,12 +215,11 @@ def warn_if_out_of_reach(
     layers: dict[str, TTModule], target: int, floors: Mapping[str, int]
 ) -> None:
     """Say so where even the smallest ranks that cuts may reach hold more than the target."""
-    smallest = 0
-    for name, layer in layers.items():
-        least = max(floors[name], 1)
-        ranks = (1, *(min(rank, least) for rank in layer.spec.ranks[1:-1]), 1)
-        modes = enumerate(layer.spec.mode_sizes)
-        smallest += sum(ranks[k] * mode * ranks[k + 1] for k, mode in modes)
+    least = {
+        name: [min(rank, max(floors[name], 1)) for rank in layer.spec.ranks[1:-1]]
+        for name, layer in layers.items()
+    }
+    smallest = params_of(least, {name: layer.spec.mode_sizes for name, layer in layers.items()})
     if smallest > target:
         warnings.warn(
             f"the target of {target:,} parameters is out of reach: at the smallest ranks that cuts "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from comera_fx.modules import TTModule
+from comera_fx.train.budget import params_of, rank_cost
 
 
 @torch.no_grad()
@@ -30,18 +31,17 @@ def ranks_to_give_up(
         name: [torch.zeros_like(weight, dtype=torch.bool) for weight in layer.rank_weights]
         for name, layer in layers.items()
     }
-    ranks = {name: list(layer.spec.ranks) for name, layer in layers.items()}
+    ranks = {name: list(layer.spec.ranks[1:-1]) for name, layer in layers.items()}
     modes = {name: layer.spec.mode_sizes for name, layer in layers.items()}
     size = sum(layer.tt_params for layer in layers.values())
     for _, name, bond, index in sorted(_by_worth(layers)):
         if size <= target:
             break
-        left, here, right = ranks[name][bond - 1 : bond + 2]
-        if here <= max(floors[name], 1):
+        if ranks[name][bond] <= max(floors[name], 1):
             continue
-        size -= left * modes[name][bond - 1] + modes[name][bond] * right
+        size -= rank_cost(ranks[name], modes[name], bond)
         ranks[name][bond] -= 1
-        masks[name][bond - 1][index] = True
+        masks[name][bond][index] = True
     return masks
 
 
@@ -51,10 +51,8 @@ def _by_worth(layers: Mapping[str, TTModule]) -> list[tuple[float, str, int, int
     worths: list[Tensor] = []
     for name, layer in layers.items():
         spec = layer.spec
-        for bond, share in enumerate(_lost_shares(layer), start=1):
-            held = spec.ranks[bond - 1] * spec.mode_sizes[bond - 1]
-            held += spec.mode_sizes[bond] * spec.ranks[bond + 1]
-            worths.append(share / held)
+        for bond, share in enumerate(_lost_shares(layer)):
+            worths.append(share / rank_cost(spec.ranks[1:-1], spec.mode_sizes, bond))
             places += [(name, bond, index) for index in range(share.numel())]
     values = torch.cat(worths).tolist()  # one wait for the device
     return [(value, *place) for value, place in zip(values, places, strict=True)]
@@ -125,11 +123,7 @@ def spare(bonds: Sequence[Bond], modes: Mapping[str, Sequence[int]], target: int
         of_layer.setdefault(bond.layer, []).append(bond)
 
     def size(name: str) -> int:
-        inner = [len(bond.alive) for bond in of_layer[name]]
-        if 0 in inner:  # one empty bond empties them all
-            return 0
-        ranks = (1, *inner, 1)
-        return sum(ranks[k] * mode * ranks[k + 1] for k, mode in enumerate(modes[name]))
+        return params_of({name: [len(bond.alive) for bond in of_layer[name]]}, modes)
 
     total = sum(map(size, of_layer))
     dead = [
