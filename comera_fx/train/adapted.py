@@ -192,8 +192,8 @@ class AdaptedLayers:
         self._changed(changed)
         return bool(changed)
 
-    def turn(self, directions: Mapping[str, Sequence[Directions]], *, stacklevel: int) -> bool:
-        """Turn every bond into these directions; return whether a rank has changed.
+    def turn(self, directions: Mapping[str, Sequence[Directions]], *, stacklevel: int) -> None:
+        """Turn every bond into these directions.
 
         Args:
             directions: Layer name to those of its bonds; layers that are not named stay.
@@ -211,20 +211,19 @@ class AdaptedLayers:
             if layer.spec.ranks != before:
                 changed += [*layer.cores, *layer.rank_weights]
         self._changed(changed)
-        return bool(changed)
 
-    def grow(self, counts: Mapping[str, Sequence[int]], seed: int) -> dict[str, list[int]]:
-        """Add so many directions to every bond; return how many each could use."""
-        added: dict[str, list[int]] = {}
+    def grow(self, counts: Mapping[str, Sequence[int]], seed: int) -> None:
+        """Add so many directions to every bond, or as many as it can use."""
         changed: list[nn.Parameter] = []
         for name, wanted in counts.items():
+            layer = self.by_name[name]
+            before = layer.spec.ranks
             for each, optimizers in self._alike(name):
                 own = torch.Generator().manual_seed(seed)  # equal in copies and processes
-                added[name] = grow_ranks(each, wanted, optimizers, own)
-            if any(added[name]):
-                changed += [*self.by_name[name].cores, *self.by_name[name].rank_weights]
+                grow_ranks(each, wanted, optimizers, own)
+            if layer.spec.ranks != before:
+                changed += [*layer.cores, *layer.rank_weights]
         self._changed(changed)
-        return added
 
     def _alike(self, name: str) -> list[tuple[TTModule, Sequence[Optimizer]]]:
         copies: list[tuple[TTModule, Sequence[Optimizer]]] = [
