@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -17,6 +16,7 @@ from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule, tt_modules
 from comera_fx.train.budget import params_of
+from comera_fx.train.caller import warn
 from comera_fx.train.groups import RANK_LR_SCALE
 from comera_fx.train.processes import unwrapped
 
@@ -221,17 +221,15 @@ def warn_if_out_of_reach(
     }
     smallest = params_of(least, {name: layer.spec.mode_sizes for name, layer in layers.items()})
     if smallest > target:
-        warnings.warn(
+        warn(
             f"the target of {target:,} parameters is out of reach: at the smallest ranks that cuts "
-            f"may leave the layers hold {smallest:,}.",
-            stacklevel=4,
+            f"may leave the layers hold {smallest:,}."
         )
 
 
-def warn_of_death(name: str, stacklevel: int) -> None:
-    """Say that a layer is left with its bias, to the caller so many frames up."""
-    warnings.warn(
+def warn_of_death(name: str) -> None:
+    """Say that a layer is left with its bias."""
+    warn(
         f"all ranks of a bond of layer {name!r} have died: from now on the layer is its bias "
-        "alone. Raise min_rank, or lower gamma or the rank weights' learning rate.",
-        stacklevel=stacklevel,
+        "alone. Raise min_rank, or lower gamma or the rank weights' learning rate."
     )

@@ -168,12 +168,11 @@ class AdaptedLayers:
         """Take the ranks as they are now for those expected."""
         self._expected = self.ranks
 
-    def cut(self, kept: Kept, *, stacklevel: int) -> bool:
+    def cut(self, kept: Kept) -> bool:
         """Keep only these indices of every bond; return whether anything was cut.
 
         Args:
             kept: Indices in rising order; layers that are not named stay.
-            stacklevel: Of a warning that a layer has died.
         """
         changed: list[nn.Parameter] = []
         for name, indices in kept.items():
@@ -182,7 +181,7 @@ class AdaptedLayers:
             if all(len(alive) == rank for alive, rank in zip(indices, ranks, strict=True)):
                 continue
             if layer.tt_params and not all(indices):
-                warn_of_death(name, stacklevel=stacklevel + 1)
+                warn_of_death(name)
             chosen = [
                 torch.tensor(alive, dtype=torch.long, device=self.device) for alive in indices
             ]
@@ -192,12 +191,11 @@ class AdaptedLayers:
         self._changed(changed)
         return bool(changed)
 
-    def turn(self, directions: Mapping[str, Sequence[Directions]], *, stacklevel: int) -> None:
+    def turn(self, directions: Mapping[str, Sequence[Directions]]) -> None:
         """Turn every bond into these directions.
 
         Args:
             directions: Layer name to those of its bonds; layers that are not named stay.
-            stacklevel: Of a warning that a layer has died.
         """
         changed: list[nn.Parameter] = []
         for name, bonds in directions.items():
@@ -205,7 +203,7 @@ class AdaptedLayers:
             before = layer.spec.ranks
             bases = [(bond.into, bond.out_of) for bond in bonds]
             if not all(len(bond.values) for bond in bonds):
-                warn_of_death(name, stacklevel=stacklevel + 1)
+                warn_of_death(name)
             for each, optimizers in self._alike(name):
                 change_basis(each, bases, optimizers)
             if layer.spec.ranks != before:

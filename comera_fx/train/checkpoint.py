@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from comera_fx.errors import RankError
+from comera_fx.train.caller import warn
 from comera_fx.train.files import (
     numbered,
     numbered_in,
@@ -167,11 +167,10 @@ def load_run(
     for name, part in sorted(held.items(), key=lambda item: _turn(item[1])):
         _load(part, saved[name]["state"])
     if strict and place is None:
-        warnings.warn(
+        warn(
             f"{path} was saved by {len(state['random'])} processes and the run goes on with "
             "another number: random states stay as they are, and what differs by process, such as "
-            "a sampler, is that of the first.",
-            stacklevel=2,
+            "a sampler, is that of the first."
         )
     elif strict:
         restore_random_states(state["random"][place])
@@ -328,8 +327,7 @@ def _write(path: Path, state: Saved, keep: int | None) -> None:
         found[old].unlink(missing_ok=True)
     later = max(found)
     if later > step:
-        warnings.warn(
+        warn(
             f"{path} has a checkpoint of step {later}, later than step {step} just saved: "
-            "load_run of the folder takes that one. Remove it, or save elsewhere.",
-            stacklevel=5,
+            "load_run of the folder takes that one. Remove it, or save elsewhere."
         )

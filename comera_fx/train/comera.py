@@ -13,7 +13,6 @@ from comera_fx.config import RankConfig
 from comera_fx.modules import TTModule
 from comera_fx.train.adapted import AdaptedLayers
 from comera_fx.train.deaths import Deaths
-from comera_fx.train.method import FRAMES
 from comera_fx.train.select import Bond, ranks_to_give_up, spare
 from comera_fx.train.size import SizeOf
 from comera_fx.train.stages import Stage
@@ -160,7 +159,7 @@ class CoMERA:
             [strikes[index] for index in bond.alive]
             for bond, strikes in zip(bonds, self._strikes, strict=True)
         ]
-        was_cut = layers.cut(kept, stacklevel=FRAMES)
+        was_cut = layers.cut(kept)
         if any(not bond.alive for bond in bonds):  # one empty bond empties all of its layer
             self._strikes = self._no_strikes()
         settles = target is not None and layers.size <= target and not self.met
@@ -196,8 +195,7 @@ class CoMERA:
             {
                 name: [bond.first(n) for bond, n in zip(own, counts[name], strict=True)]
                 for name, own in bonds.items()
-            },
-            stacklevel=FRAMES + 1,
+            }
         )
         if bonds:
             self._strikes = self._no_strikes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from comera_fx.errors import RankError
+from comera_fx.train.caller import warn
 
 Hook = Callable[[torch.optim.Optimizer, Any, Any], tuple[Any, Any] | None]
 LONG_STREAK = 10
@@ -212,7 +212,7 @@ class FiniteSteps:
                 f"as {fault} was not finite: nothing is learnt any more. Go back to a checkpoint "
                 "and lower the learning rate, clip gradients, or look at the batches."
             )
-        warnings.warn(message, stacklevel=2)
+        warn(message)
 
 
 def _hook_of(owner: weakref.ref[FiniteSteps], k: int) -> Hook:

@@ -22,8 +22,6 @@ from comera_fx.train.budget import Counts, rank_cost
 
 TRIALS = 2
 """Trial directions of every bond."""
-FRAMES = 6
-"""Frames between a user's ``optimizer.step`` and a warning from here."""
 
 
 class Growth:
@@ -71,7 +69,7 @@ class Growth:
                 room -= cost
                 chosen[name][bond].append(index)
         kept = {name: [sorted(bond) for bond in inner] for name, inner in chosen.items()}
-        self._layers.cut(kept, stacklevel=FRAMES)
+        self._layers.cut(kept)
 
     def _demands(self, before: Counts) -> list[tuple[float, str, int, int]]:
         """Per trial the negative square of its gradient for a parameter, its bond and index.

@@ -8,9 +8,6 @@ from torch import Tensor
 
 from comera_fx.train.stages import Stage
 
-FRAMES = 7
-"""Frames between a user's call of ``RankAdapter.step`` and a warning of ``AdaptedLayers.cut``."""
-
 
 class Method(Protocol):
     """Brings ranks to zero, and cuts them."""

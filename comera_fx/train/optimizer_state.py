@@ -20,7 +20,6 @@ squares, and pull weights to 0 where it is a copy of them.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera_fx.errors import RankError
+from comera_fx.train.caller import warn
 from comera_fx.train.state_entries import Entry, UnfitError, resolve, sharing
 
 Axes = Sequence[tuple[int, Tensor]]
@@ -271,8 +271,7 @@ def _warn_of_new_start(optimizer: Optimizer, keys: list[str]) -> None:
         return
     _WARNED.add(optimizer)
     names = ", ".join(map(repr, keys))
-    warnings.warn(
+    warn(
         f"it is not known what {names} of {type(optimizer).__name__} become as ranks grow or "
-        "change their basis: the optimizer's state of the layers concerned starts anew.",
-        stacklevel=6,
+        "change their basis: the optimizer's state of the layers concerned starts anew."
     )

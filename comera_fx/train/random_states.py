@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
-import warnings
 from typing import Any
 
 import torch
+
+from comera_fx.train.caller import warn
 
 
 def random_states() -> dict[str, Any]:
@@ -31,10 +32,9 @@ def restore_random_states(states: dict[str, Any]) -> None:
     for index, state in enumerate(states["cuda"][:count]):
         torch.cuda.set_rng_state(state.cpu(), index)
     if len(states["cuda"]) > count:
-        warnings.warn(
+        warn(
             f"the run was saved with random states of {len(states['cuda'])} CUDA devices, of "
-            f"which {count} are here: what draws from the others goes on otherwise.",
-            stacklevel=4,
+            f"which {count} are here: what draws from the others goes on otherwise."
         )
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -55,10 +55,9 @@ def _restore_numpy(state: dict[str, Any]) -> None:
 
     kind = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002 - users draw from it
     if kind != state["bit_generator"]:
-        warnings.warn(
+        warn(
             f"the run was saved with NumPy drawing from {state['bit_generator']}, and here it "
-            f"draws from {kind}: its random state stays as it is.",
-            stacklevel=5,
+            f"draws from {kind}: its random state stays as it is."
         )
         return
     np.random.set_state(state)  # noqa: NPY002 - it is the state of this generator

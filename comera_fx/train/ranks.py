@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from comera_fx.train.adaptable import (
     warn_if_out_of_reach,
 )
 from comera_fx.train.adapted import AdaptedLayers
+from comera_fx.train.caller import warn
 from comera_fx.train.comera import CoMERA
 from comera_fx.train.finite import FiniteSteps
 from comera_fx.train.method import Method
@@ -33,8 +33,6 @@ from comera_fx.train.watch import Watch
 
 FORGOTTEN_AFTER = 100
 """Calls of ``loss`` without a ``step`` after which the user is warned."""
-WRAPPED = 2
-"""Frames between a caller and a method that stays out of compiled code."""
 
 
 class RankAdapter:
@@ -351,13 +349,7 @@ class RankAdapter:
         loss = self._memory.value
         self._stages.watch(loss)
         awaits_cuts = self.stage == "late" and not self._method.met
-        self._watch.look(
-            self._stages.num_steps,
-            self.size,
-            loss,
-            awaits_cuts=awaits_cuts,
-            stacklevel=4 + WRAPPED,
-        )
+        self._watch.look(self._stages.num_steps, self.size, loss, awaits_cuts=awaits_cuts)
 
     def _share_loss(self) -> None:
         """Have all processes go by the mean of their losses; one that is not finite counts."""
@@ -382,18 +374,16 @@ class RankAdapter:
     def _remind_of_step(self) -> None:
         self._num_forgotten += 1
         if self._num_forgotten == FORGOTTEN_AFTER:
-            warnings.warn(
+            warn(
                 f"RankAdapter.loss was called {FORGOTTEN_AFTER} times without RankAdapter.step: "
-                "no rank is ever cut. Call adapter.step() after optimizer.step().",
-                stacklevel=3 + WRAPPED,
+                "no rank is ever cut. Call adapter.step() after optimizer.step()."
             )
 
     def _remind_of_loss(self) -> None:
         if self._stages.num_steps == FORGOTTEN_AFTER and self._memory.mean is None:
-            warnings.warn(
+            warn(
                 f"RankAdapter.step was called {FORGOTTEN_AFTER} times without RankAdapter.loss: "
-                "nothing asks ranks to shrink. Train on adapter.loss(task_loss).",
-                stacklevel=3 + WRAPPED,
+                "nothing asks ranks to shrink. Train on adapter.loss(task_loss)."
             )
 
     # ---- setting up ----

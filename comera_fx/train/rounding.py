@@ -59,7 +59,7 @@ def compact_layers(layers: AdaptedLayers, tol: float) -> float:
     layers.check_can_change()
     kept = layers.balanced()
     cut = {name: [_first(bond, tol, len(own)) for bond in own] for name, own in kept.items()}
-    layers.turn(cut, stacklevel=4)
+    layers.turn(cut)
     errors = [
         math.sqrt(sum(_dropped(bond, small) for bond, small in zip(own, cut[name], strict=True)))
         for name, own in kept.items()

@@ -18,7 +18,6 @@ from comera_fx.train.adapted import AdaptedLayers
 from comera_fx.train.budget import Counts, counts_within, filled, rank_cost
 from comera_fx.train.deaths import Deaths, above_error
 from comera_fx.train.growth import Growth
-from comera_fx.train.method import FRAMES
 from comera_fx.train.stages import Stage
 
 FADE = 0.9
@@ -100,7 +99,7 @@ class SingularValues:
             name: [bond.first(count) for bond, count in zip(own, counts[name], strict=True)]
             for name, own in bonds.items()
         }
-        layers.turn(kept, stacklevel=FRAMES)
+        layers.turn(kept)
         self.met = self._target is not None and layers.size <= self._target
         if stage == "late" and not self.met:
             self._growth.begin(self._room(progress))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
+
+from comera_fx.train.caller import warn
 
 EXPLODED, NOTABLE = 0.5, 0.05
 """A mean loss has exploded if it is the first share of itself above what it was before a cut, and
@@ -28,9 +29,7 @@ class Watch:
         self._cut_at = 0
         self._told = False
 
-    def look(
-        self, step: int, size: int, loss: float | None, *, awaits_cuts: bool, stacklevel: int
-    ) -> None:
+    def look(self, step: int, size: int, loss: float | None, *, awaits_cuts: bool) -> None:
         """Take in the state after a cut, or after one that had nothing to cut.
 
         Args:
@@ -38,7 +37,6 @@ class Watch:
             size: Parameters now.
             loss: Running mean of the loss, all of it from before this cut.
             awaits_cuts: Whether the size is to come down to a target.
-            stacklevel: Of the warnings.
         """
         if self._first_loss is None:
             self._first_loss = loss
@@ -50,7 +48,6 @@ class Watch:
                 f"the mean loss has gone from {before:.4g} to {loss:.4g} since the cut of step "
                 f"{self._cut_at}. Cut less at once: raise shrink_steps or the target, or lower "
                 "gamma or the learning rate.",
-                stacklevel,
             )
         moved = self._size is not None and size != self._size
         if moved or before is None:
@@ -62,7 +59,6 @@ class Watch:
                 f"the size has stood at {size:,} for {STUCK_AFTER} cuts, and its target is not "
                 "met. Lower min_rank, or raise rho or the rank weights' learning rate; "
                 "the method 'proximal' or 'rounding' meets a target by a schedule.",
-                stacklevel,
             )
 
     def _has_exploded(self, loss: float | None) -> bool:
@@ -71,9 +67,9 @@ class Watch:
             return False
         return loss - before > max(EXPLODED * abs(before), NOTABLE * abs(first))
 
-    def _say(self, note: str, stacklevel: int) -> None:
+    def _say(self, note: str) -> None:
         self.notes.append(note)
-        warnings.warn(note, stacklevel=stacklevel + 1)
+        warn(note)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings."""

@@ -292,6 +292,37 @@ def test_warnings_come_with_the_first_the_tenth_and_the_hundredth_of_a_streak():
     assert (finite.num_steps, finite.num_skipped, finite.in_a_row) == (110, 107, 1)
 
 
+def step_of(optimizer, finite, model, how):
+    """A step of a loss that is not finite; the line that calls ``step`` ends with "here"."""
+    if how == "scheduled":
+        torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+
+    def closure():
+        loss = model(batch(NAN)[0]).sum()
+        finite.note(loss)
+        return loss
+
+    if how == "closure":
+        optimizer.step(closure)  # here
+    elif how == "never":
+        closure()
+        finite.ended_step()  # here
+    else:
+        closure()
+        optimizer.step()  # here
+
+
+@pytest.mark.parametrize("how", ["plain", "scheduled", "closure", "never"])
+def test_warnings_name_the_line_that_takes_the_step(how):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with quiet() as caught:
+        step_of(optimizer, FiniteSteps(optimizer), model, how)
+    lines = Path(__file__).read_text().splitlines()
+    assert [warning.filename for warning in caught] == [__file__]
+    assert lines[caught[0].lineno - 1].endswith("# here")
+
+
 def test_counts_are_saved_and_resumed():
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -302,7 +302,7 @@ def test_proximal_takes_for_dead_what_is_below_its_share_of_the_largest(share):
     factors = torch.ones_like(values)
     factors[5:] = share * 0.05 * values[0] / values[5:]
     bonds[1] = bonds[1].scaled(factors)
-    adapter._layers.turn({"0": bonds}, stacklevel=1)
+    adapter._layers.turn({"0": bonds})
     adapter._method.prune("early", 0.0)
     assert adapter.ranks["0"][1] == (5 if share < 1 else 16)
 

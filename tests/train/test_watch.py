@@ -34,16 +34,16 @@ def steps(adapter, losses):
     return caught
 
 
-def names_the_loop(warning):
-    """Whether a warning points into the loop that calls the adapter."""
-    lines, first = inspect.getsourcelines(steps)
+def names_the_loop(warning, function=steps):
+    """Whether a warning points into a function of this file: the loop that calls the adapter."""
+    lines, first = inspect.getsourcelines(function)
     return warning.filename == __file__ and first <= warning.lineno < first + len(lines)
 
 
 def look(watch, step, size, loss, *, awaits_cuts=False):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        watch.look(step, size, loss, awaits_cuts=awaits_cuts, stacklevel=1)
+        watch.look(step, size, loss, awaits_cuts=awaits_cuts)
     return caught
 
 
@@ -81,8 +81,9 @@ def test_where_no_target_is_waited_for_nothing_is_said():
 
 
 def test_a_target_below_the_floors_does_not_move_either():
-    with pytest.warns(UserWarning, match="out of reach"):
+    with pytest.warns(UserWarning, match="out of reach") as caught:
         _, adapter = make(method="rounding", target_ratio=0.4, min_rank=9, shrink_steps=0)
+    assert [names_the_loop(warning, make) for warning in caught] == [True]
     (warning,) = steps(adapter, [1.0] * (2 * STUCK_AFTER))
     assert "Lower min_rank" in str(warning.message)
     assert names_the_loop(warning)
