@@ -1,8 +1,4 @@
-"""The processes that train one model: what they decide alike, and wrappers that follow cuts.
-
-``DistributedDataParallel`` notes shapes, gradient buckets and autograd nodes of the parameters it
-was made with. A cut changes all three, so its reducer is built anew, as when it is unpickled.
-"""
+"""The processes that train one model: what they decide alike, and wrappers that follow cuts."""
 
 from __future__ import annotations
 
@@ -20,12 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule
 from comera_fx.share.layers import is_sharded
-
-_built_for: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, torch.Size]]] = (
-    weakref.WeakKeyDictionary()
-)
-THRESHOLD = "rank_weight_threshold"
-"""A buffer that never changes; sent along it would cost every forward pass a broadcast."""
+from comera_fx.train import reducer
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -195,8 +186,7 @@ class Processes:
             _check_can_follow(wrapper, self._layers, wrappers[0])
         self._references = [weakref.ref(wrapper) for wrapper in wrappers]
         for wrapper in wrappers:
-            _leave_thresholds_out(wrapper)
-            _built_for.setdefault(wrapper, _trained(wrapper))
+            reducer.take(wrapper)
 
     # ---- what is decided alike ----
 
@@ -262,19 +252,19 @@ class Processes:
     def rebuild(self) -> None:
         """Tell the wrappers that parameters have come, changed shape, or stopped training."""
         for wrapper in self.wrappers:
-            _rebuild(wrapper)
+            reducer.rebuild(wrapper)
 
     def refresh(self) -> None:
         """Rebuild where other parameters train than when a wrapper was last told."""
         for wrapper in self.wrappers:
-            if _built_for.get(wrapper) != _trained(wrapper):
-                _rebuild(wrapper)
+            if not reducer.is_current(wrapper):
+                reducer.rebuild(wrapper)
 
     def change_objective(self) -> None:
         """Tell wrappers that take the graph for static that another part of it has begun."""
         for wrapper in self.wrappers:
             if wrapper.static_graph:
-                _rebuild(wrapper)
+                reducer.rebuild(wrapper)
 
     def expect(self, loss: Tensor) -> None:
         """Have wrappers look for unused parameters in the graph of the loss, penalty and all.
@@ -351,69 +341,3 @@ def _check_no_join(wrappers: Sequence[Any]) -> None:
             expected="the same number of batches for every process",
             mend="use DistributedSampler(drop_last=True), without join",
         )
-
-
-def _leave_thresholds_out(wrapper: Any) -> None:
-    names = [name for name, _ in wrapper.module.named_buffers()]
-    wrapper.parameters_to_ignore.update(n for n in names if n.rpartition(".")[2] == THRESHOLD)
-    wrapper._assign_modules_buffers()
-
-
-def _rebuild(wrapper: Any) -> None:
-    """Give a wrapper a new reducer, made as ``DistributedDataParallel.__setstate__`` makes it.
-
-    Gradients stay: those of passes under ``no_sync`` go into the next all-reduce.
-    """
-    _leave_thresholds_out(wrapper)
-    builtin = _builtin_hook(wrapper)
-    wrapper.reducer._remove_autograd_hooks()
-    wrapper.reducer = wrapper.logger = None  # the old buckets go before new ones come
-    ignored = wrapper.parameters_to_ignore
-    wrapper._module_parameters = [
-        p for name, p in wrapper.module.named_parameters() if name not in ignored
-    ]
-    parameters, expect_sparse = wrapper._build_params_for_reducer()
-    names = wrapper._build_debug_param_to_name_mapping(parameters)
-    # What a dead layer has left gets no gradient, and its bucket would wait for one.
-    kept = [k for k, parameter in enumerate(parameters) if parameter.numel()]
-    wrapper._ddp_init_helper(
-        [parameters[k] for k in kept],
-        [expect_sparse[k] for k in kept],
-        {position: names[k] for position, k in enumerate(kept)},
-        wrapper.static_graph,
-    )
-    wrapper._has_rebuilt_buckets = False
-    _built_for[wrapper] = _trained(wrapper)
-    if wrapper.static_graph:
-        wrapper._static_graph_delay_allreduce_enqueued = False
-        wrapper.reducer._set_static_graph()
-        wrapper.logger._set_static_graph()
-    if builtin is not None:
-        wrapper._register_builtin_comm_hook(builtin)
-    hooks, wrapper._comm_hooks = wrapper._comm_hooks, []
-    for hook, state in hooks:
-        _forget_buckets(state)
-        wrapper.register_comm_hook(state, hook)
-
-
-def _trained(wrapper: Any) -> list[tuple[int, torch.Size]]:
-    return [(id(p), p.shape) for p in wrapper.module.parameters() if p.requires_grad]
-
-
-def _builtin_hook(wrapper: Any) -> Any:
-    """Return the built-in communication hook of a wrapper, which it notes only in its log."""
-    name = str(wrapper._get_ddp_logging_data().get("comm_hook", ""))
-    kind, _, value = name.rpartition(".")
-    hooks = dist.BuiltinCommHookType  # type: ignore[attr-defined]
-    return getattr(hooks, value) if "BuiltinCommHookType" in kind else None
-
-
-def _forget_buckets(state: Any) -> None:
-    """Have PowerSGD start anew: what it keeps per bucket has the old buckets' sizes.
-
-    It all-reduces plainly for one step, after which the reducer orders its buckets once more.
-    """
-    if type(state).__name__ == "PowerSGDState":
-        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-            kept.clear()
-        state.iter = min(state.iter, state.start_powerSGD_iter - 1)
