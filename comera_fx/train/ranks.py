@@ -94,11 +94,13 @@ class RankAdapter:
             check_whole_optimizer(each)
         self._layers = AdaptedLayers(model, optimizers, self.config, check_processes)
         check_holds_cores(optimizers, self._layers.by_name)
-        claim(self, self._layers.by_name)
+        if self.config.method == "comera":
+            check_can_hand_over(optimizers, self._layers.by_name)
         self.initial_size = self.size
         self.target_size = self._target()
         if self.target_size is not None:
             warn_if_out_of_reach(self._layers.by_name, self.target_size, self._layers.floors)
+        claim(self, self._layers.by_name)  # the last that may fail, and before any change
         self.history: list[dict[str, Any]] = []
         self._stages = Stages(self.config, has_target=self.target_size is not None)
         self._memory = LossMemory()
@@ -114,7 +116,6 @@ class RankAdapter:
         layers, config, target = self._layers, self.config, self.target_size
         if config.method != "comera":
             return SingularValues(layers, config, target)
-        check_can_hand_over(self.optimizers, layers.by_name)
         for layer in layers.by_name.values():
             layer.attach_rank_weights(config.threshold)
         hand_over(self.optimizers, layers.by_name)

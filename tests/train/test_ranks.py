@@ -212,6 +212,19 @@ def test_a_second_adapter_is_refused_while_the_first_lives():
     RankAdapter(model, optimizer)
 
 
+@pytest.mark.parametrize("how", ["scheduler", "warning"])
+def test_an_adapter_that_was_refused_claims_no_layer(how):
+    """The traceback keeps the refused one alive."""
+    model, optimizer = with_scheduler() if how == "scheduler" else with_lbfgs()
+    config = {"method": "comera"} if how == "scheduler" else {"target_params": 1}
+    with pytest.raises((RankError, UserWarning)) as caught:
+        RankAdapter(model, optimizer, RankConfig(**config))
+    assert not model[0].rank_weights
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
+    assert RankAdapter(model, optimizer).stage == "early"
+    assert caught.value.__traceback__ is not None
+
+
 def test_ranks_changed_from_outside_are_noticed():
     model, optimizer, adapter = make(target_ratio=0.5, early_steps=5, rho=0.5)
     best = torch.load(io.BytesIO(_saved(model.state_dict())), weights_only=True)
