@@ -22,7 +22,6 @@ TINY = {
     "num_layers": 1,
     "num_heads": 2,
     "ffn_width": 64,
-    "rank_lr": 0.2,
     "prune_every": 3,
     "held_out_every": 5,
     "held_out_batches": 1,
