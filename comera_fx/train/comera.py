@@ -172,6 +172,9 @@ class CoMERA:
             self._balance()
         self._choose_pushed()
 
+    def grow(self, stage: Stage, progress: float) -> None:
+        """Do nothing: there is no budget to grow into."""
+
     def _balance(self) -> None:
         """Turn every bond into its singular directions, without those that have died.
 

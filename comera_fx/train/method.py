@@ -38,6 +38,9 @@ class Method(Protocol):
             progress: Share of ``RankConfig.shrink_steps`` of the late stage that has gone by.
         """
 
+    def grow(self, stage: Stage, progress: float) -> None:
+        """Try out new ranks, once a cut has been looked at; arguments as for ``prune``."""
+
     def resized(self) -> None:
         """Take note that ranks have changed otherwise than by ``prune``."""
 

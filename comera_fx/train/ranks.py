@@ -177,8 +177,7 @@ class RankAdapter:
         pruning = before != "warmup" and self._stages.num_steps % self.config.prune_every == 0
         if pruning or self.stage != before:
             self._share_loss()
-        if pruning:
-            self._prune(before)
+        pruned = pruning and self._prune(before)
         if self.stage == "late" and not self._has_begun_late:
             self._has_begun_late = True
             self._method.begin_late(self._memory.value)
@@ -186,6 +185,8 @@ class RankAdapter:
             self._layers.processes.change_objective()
         if pruning or self.stage != before:
             self._record()
+        if pruned:  # trials are no ranks yet: neither watch nor history counts them
+            self._method.grow(before, self._stages.late_progress)
 
     def wrapped(self, *wrappers: nn.Module) -> None:
         """Name the ``DistributedDataParallel`` around the model, or say that there is none.
@@ -339,10 +340,11 @@ class RankAdapter:
 
     # ---- within a step ----
 
-    def _prune(self, stage: Stage) -> None:
+    def _prune(self, stage: Stage) -> bool:
+        """Cut, unless the loss is not finite; return whether it was."""
         is_finite = self._memory.is_finite
         if is_finite is not None and not bool(is_finite):
-            return
+            return False
         self._method.prune(stage, self._stages.late_progress)
         self._layers.processes.refresh()
         if self._method.met:
@@ -351,6 +353,7 @@ class RankAdapter:
         self._stages.watch(loss)
         awaits_cuts = self.stage == "late" and not self._method.met
         self._watch.look(self._stages.num_steps, self.size, loss, awaits_cuts=awaits_cuts)
+        return True
 
     def _share_loss(self) -> None:
         """Have all processes go by the mean of their losses; one that is not finite counts."""

@@ -101,6 +101,9 @@ class SingularValues:
         }
         layers.turn(kept)
         self.met = self._target is not None and layers.size <= self._target
+
+    def grow(self, stage: Stage, progress: float) -> None:
+        """Try new directions on the way to a target."""
         if stage == "late" and not self.met:
             self._growth.begin(self._room(progress))
 

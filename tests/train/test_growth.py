@@ -232,6 +232,20 @@ def test_without_regrow_nothing_is_tried():
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_trials_are_no_ranks_to_the_history(method):
+    run = Run(method, regrow=0.4)
+    for _ in range(10):
+        run.train(5)
+        entry = run.adapter.history[-1]
+        before = run.adapter._method._growth._before
+        if before is not None:
+            assert entry["ranks"] == before != run.adapter.ranks
+    sizes = [entry["size"] for entry in run.adapter.history]
+    assert max(sizes) <= run.adapter.initial_size
+    assert sizes == sorted(sizes, reverse=True)
+
+
 def test_copies_grow_alike():
     run = Run("rounding", regrow=0.2)
     twin = copy.deepcopy(run.model)
