@@ -262,6 +262,10 @@ class CoMERA:
 
     # ---- save and resume ----
 
+    def retarget(self, target: int | None, initial_size: int) -> None:
+        """Measure size against these; what to push on is in the state loaded next."""
+        self._target, self._initial_size = target, initial_size
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and lists."""
         return {

@@ -47,6 +47,9 @@ class Method(Protocol):
     def begin_late(self, mean_loss: float | None) -> None:
         """Take the mean loss for reference: the late stage begins."""
 
+    def retarget(self, target: int | None, initial_size: int) -> None:
+        """Take another target, and size at the start, than it was made with."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers, lists and dicts."""
 

@@ -298,12 +298,16 @@ class RankAdapter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``; load the model's and the optimizer's state first.
 
+        The target is that of the state, whatever the config says.
+
         Raises:
             RankError: If the model's ranks, or the method, are not those of the state.
         """
         self._check_loadable(state)
         self._layers.processes.find(required=False)
         self.initial_size, self.target_size = state["initial_size"], state["target_size"]
+        self._method.retarget(self.target_size, self.initial_size)
+        self._stages = Stages(self.config, has_target=self.target_size is not None)
         self._stages.load_state_dict(state["stages"])
         self._memory.load(state["mean_loss"])
         self._has_begun_late = state["has_begun_late"]

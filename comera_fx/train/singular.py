@@ -161,6 +161,10 @@ class SingularValues:
 
     # ---- save and resume ----
 
+    def retarget(self, target: int | None, initial_size: int) -> None:
+        """Come down to another target; the size at the start tells nothing here."""
+        self._target = target
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and lists."""
         return {

@@ -161,6 +161,28 @@ def test_a_resumed_run_gives_the_same_numbers(stop):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("other", [{"target_ratio": 0.9}, {}], ids=["another", "none"])
+@pytest.mark.parametrize("method", ["comera", "proximal", "rounding"])
+@pytest.mark.parametrize("stop", [4, 23])  # before the first cut, on the way
+def test_a_resumed_run_has_the_target_that_was_saved(method, other, stop):
+    """Whatever the ranks and the target that the resumed one was made with."""
+    config = {"method": method, "early_steps": 5, "rank_lr": 0.1, "prune_every": 5}
+    config |= {"rho": 0.5} if method == "comera" else {"shrink_steps": 40}
+    model, optimizer, adapter = make(target_ratio=0.4, **config)
+    train(model, optimizer, adapter, range(stop))
+    stored = _saved([part.state_dict() for part in (model, optimizer, adapter)])
+    train(model, optimizer, adapter, range(stop, 100))
+    assert adapter.size <= adapter.target_size
+
+    parts = make(**other, **config)
+    for part, state in zip(parts, torch.load(io.BytesIO(stored), weights_only=True), strict=True):
+        part.load_state_dict(state)
+    train(*parts, range(stop, 100))
+    assert parts[2].target_size == adapter.target_size
+    assert parts[2].ranks == adapter.ranks
+    assert parts[2].history == adapter.history
+
+
 def test_min_rank_and_exclude():
     model, optimizer, adapter = make(
         rank_lr=0.1, gamma=100.0, min_rank=2, exclude=("2",), prune_every=5
