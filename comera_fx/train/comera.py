@@ -172,6 +172,9 @@ class CoMERA:
             self._balance()
         self._choose_pushed()
 
+    def settle(self) -> None:
+        """Do nothing: no rank is on trial."""
+
     def grow(self, stage: Stage, progress: float) -> None:
         """Do nothing: there is no budget to grow into."""
 

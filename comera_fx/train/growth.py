@@ -56,10 +56,15 @@ class Growth:
         self._num_trials += 1
 
     def settle(self) -> None:
-        """Keep the trials that the gradient asks for most; without gradients none."""
-        before, self._before = self._before, None
+        """Keep the trials that the gradient asks for most; without gradients none.
+
+        Raises:
+            RankError: As ``AdaptedLayers.check_can_change``; the trials are still there.
+        """
+        before = self._before
         if before is None:
             return
+        self._layers.check_can_change()
         counts = self._layers.ranks
         chosen = {name: [list(range(rank)) for rank in inner] for name, inner in before.items()}
         room, modes = self._room, self._layers.modes
@@ -70,6 +75,7 @@ class Growth:
                 chosen[name][bond].append(index)
         kept = {name: [sorted(bond) for bond in inner] for name, inner in chosen.items()}
         self._layers.cut(kept)
+        self._before = None
 
     def _demands(self, before: Counts) -> list[tuple[float, str, int, int]]:
         """Per trial the negative square of its gradient for a parameter, its bond and index.

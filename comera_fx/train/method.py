@@ -41,6 +41,9 @@ class Method(Protocol):
     def grow(self, stage: Stage, progress: float) -> None:
         """Try out new ranks, once a cut has been looked at; arguments as for ``prune``."""
 
+    def settle(self) -> None:
+        """Decide now on new ranks that are being tried out."""
+
     def resized(self) -> None:
         """Take note that ranks have changed otherwise than by ``prune``."""
 

@@ -26,7 +26,7 @@ from comera_fx.train.comera import CoMERA
 from comera_fx.train.finite import FiniteSteps
 from comera_fx.train.method import Method
 from comera_fx.train.processes import check_whole_optimizer
-from comera_fx.train.rounding import compact_layers
+from comera_fx.train.rounding import check_tolerance, compact_layers
 from comera_fx.train.singular import SingularValues
 from comera_fx.train.stages import LossMemory, Stage, Stages
 from comera_fx.train.watch import Watch
@@ -235,6 +235,9 @@ class RankAdapter:
         Raises:
             RankError: If ``tol`` is out of range.
         """
+        check_tolerance(tol)
+        self._layers.check_can_change()
+        self._method.settle()
         error = compact_layers(self._layers, tol)
         self._method.resized()
         self._layers.processes.refresh()

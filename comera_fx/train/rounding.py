@@ -43,12 +43,17 @@ def compact(
         >>> error <= 0.01
         True
     """
+    check_tolerance(tol)
     held = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     return compact_layers(AdaptedLayers(model, held, RankConfig(), None), tol)
 
 
-def compact_layers(layers: AdaptedLayers, tol: float) -> float:
-    """Round all layers; see ``compact``."""
+def check_tolerance(tol: float) -> None:
+    """Raise unless a layer may have such an error.
+
+    Raises:
+        RankError: If it is no number from 0 to 1.
+    """
     if isinstance(tol, bool) or not isinstance(tol, (int, float)) or not 0 <= tol < 1:
         raise RankError(
             "the tolerance of compact is out of range",
@@ -56,6 +61,10 @@ def compact_layers(layers: AdaptedLayers, tol: float) -> float:
             expected="a relative error, 0 <= tol < 1",
             mend="use tol=0.01 for 1 %",
         )
+
+
+def compact_layers(layers: AdaptedLayers, tol: float) -> float:
+    """Round all layers; see ``compact``."""
     layers.check_can_change()
     kept = layers.balanced()
     cut = {name: [_first(bond, tol, len(own)) for bond in own] for name, own in kept.items()}

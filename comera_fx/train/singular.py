@@ -79,8 +79,8 @@ class SingularValues:
     def prune(self, stage: Stage, progress: float) -> None:
         """Bring all layers into balanced form, with fewer directions or weaker ones."""
         layers = self._layers
-        self._growth.settle()  # trials that no step of the optimizer has met
         layers.check_can_change()
+        self.settle()
         layers.check_alike()
         bonds = layers.balanced()
         if not bonds:
@@ -101,6 +101,10 @@ class SingularValues:
         }
         layers.turn(kept)
         self.met = self._target is not None and layers.size <= self._target
+
+    def settle(self) -> None:
+        """Decide on trials that no step of the optimizer has met."""
+        self._growth.settle()
 
     def grow(self, stage: Stage, progress: float) -> None:
         """Try new directions on the way to a target."""

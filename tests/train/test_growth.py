@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from comera_fx.config import RankConfig
+from comera_fx.errors import RankError
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, param_groups
@@ -244,6 +245,52 @@ def test_trials_are_no_ranks_to_the_history(method):
     sizes = [entry["size"] for entry in run.adapter.history]
     assert max(sizes) <= run.adapter.initial_size
     assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("after_backward", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_is_compacted_with_trials_pending_goes_on(method, after_backward):
+    run = Run(method, regrow=0.3).train(10)
+    before = run.adapter._method._growth._before
+    if after_backward:
+        run.backward()
+    with pytest.raises(RankError, match="tolerance of compact"):
+        run.adapter.compact(2.0)
+    assert run.adapter.ranks != before
+    assert run.adapter.compact(1e-9) <= 1e-9
+    if not after_backward:
+        assert run.adapter.ranks == before
+    assert run.adapter._method._growth._before is None
+    size = run.adapter.size
+    if after_backward:
+        run.optimizer.step()
+        run.adapter.step()
+    run.train(3)
+    assert run.adapter.size == size
+    run.train(60)
+    assert run.adapter.size <= run.adapter.target_size
+
+
+@pytest.mark.parametrize("how", ["cut", "step", "compact"])
+def test_trials_that_a_copy_cannot_follow_are_still_there_once_it_can(how):
+    run = Run("rounding", regrow=0.3)
+    twin = copy.deepcopy(run.model)
+    run.adapter.follow(twin)
+    run.train(10)
+    ranks, kept = run.adapter.ranks, copy.deepcopy(twin.state_dict())
+    twin.load_state_dict(Pair((4, 4)).state_dict())
+    act = {
+        "cut": lambda: run.adapter._method.prune("late", 0.2),
+        "step": run.optimizer.step,
+        "compact": lambda: run.adapter.compact(0.1),
+    }[how]
+    with pytest.raises(RankError, match="a copy that follows the model has other ranks"):
+        act()
+    assert run.adapter.ranks == ranks
+    twin.load_state_dict(kept)
+    run.train(60)
+    assert twin.easy.spec == run.model.easy.spec
+    assert run.adapter.size <= run.adapter.target_size
 
 
 def test_copies_grow_alike():
