@@ -136,6 +136,29 @@ class AdaptedLayers:
             for name, layer in copy.items():
                 check_copy_ranks(name, layer, self.by_name[name])
 
+    @torch.no_grad()
+    def check_finite(self) -> None:
+        """Raise where a layer has numbers that are not finite, in this process or another.
+
+        Raises:
+            RankError: In every process, naming the first such layer.
+        """
+        finite = [
+            torch.stack([p.isfinite().all() for p in (*layer.cores, *layer.rank_weights)]).all()
+            for layer in self.by_name.values()
+        ]
+        all_finite = self.processes.all_agree(
+            torch.stack([each.to(self.device) for each in finite])
+        )
+        for name, is_finite in zip(self.by_name, all_finite, strict=True):
+            if not is_finite:
+                raise RankError(
+                    f"layer {name!r} has numbers that are not finite, so that no rank can be cut",
+                    got="NaN or infinity in its cores or rank weights",
+                    expected="finite numbers, which no step of a gradient that is not leaves",
+                    mend="go back to a checkpoint; lower the learning rate or clip gradients",
+                )
+
     def check_unchanged(self) -> None:
         """Raise where ranks have changed otherwise than by this object.
 

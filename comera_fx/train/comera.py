@@ -148,6 +148,7 @@ class CoMERA:
         """Cut the ranks that have died, and choose anew which to push on."""
         layers, target = self._layers, self._target
         layers.check_can_change()
+        layers.check_finite()
         bonds = self._bonds()
         self._give_another_chance(bonds)
         if target is not None:

@@ -200,6 +200,14 @@ class Processes:
         mean: Tensor = (total / group.size()).to(value.dtype)
         return mean
 
+    def all_agree(self, flags: Tensor) -> list[bool]:
+        """Return which flags are set in every process."""
+        group = self.group
+        if group is not None:
+            flags = flags.to(torch.int32)
+            dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
+        return [bool(flag) for flag in flags.tolist()]
+
     def of_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of the first process, on the device and in the dtype of these."""
         group = self.group

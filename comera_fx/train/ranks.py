@@ -166,6 +166,10 @@ class RankAdapter:
 
         Call it after ``optimizer.step()``. A step that was skipped, as its loss was not finite,
         does not count.
+
+        Raises:
+            RankError: If a cut is due and cannot be made, as a core is not finite or something
+                that must follow it cannot; nothing is cut.
         """
         self._num_forgotten = 0
         if self._finite.ended_step():
@@ -233,10 +237,12 @@ class RankAdapter:
             The largest relative error that was made in a layer.
 
         Raises:
-            RankError: If ``tol`` is out of range.
+            RankError: If ``tol`` is out of range, a core is not finite, or something that must
+                follow cannot; nothing is cut.
         """
         check_tolerance(tol)
         self._layers.check_can_change()
+        self._layers.check_finite()
         self._method.settle()
         error = compact_layers(self._layers, tol)
         self._method.resized()

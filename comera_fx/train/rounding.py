@@ -32,8 +32,8 @@ def compact(
         The largest relative error that was made in a layer.
 
     Raises:
-        RankError: If ``tol`` is out of range, the model has no trainable TT layer, or the state of
-            an optimizer cannot follow; nothing has changed.
+        RankError: If ``tol`` is out of range, the model has no trainable TT layer, a core is not
+            finite, or the state of an optimizer cannot follow; nothing has changed.
 
     Source:
         Oseledets, "Tensor-Train Decomposition", SISC 2011, Algorithm 2 (rounding); from memory.
@@ -66,6 +66,7 @@ def check_tolerance(tol: float) -> None:
 def compact_layers(layers: AdaptedLayers, tol: float) -> float:
     """Round all layers; see ``compact``."""
     layers.check_can_change()
+    layers.check_finite()
     kept = layers.balanced()
     cut = {name: [_first(bond, tol, len(own)) for bond in own] for name, own in kept.items()}
     layers.turn(cut)

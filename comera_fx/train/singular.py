@@ -80,6 +80,7 @@ class SingularValues:
         """Bring all layers into balanced form, with fewer directions or weaker ones."""
         layers = self._layers
         layers.check_can_change()
+        layers.check_finite()
         self.settle()
         layers.check_alike()
         bonds = layers.balanced()

@@ -229,6 +229,29 @@ def test_bad_tolerances_are_refused_and_change_nothing(tol, in_adaptation):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", ["step", "compact", "alone"])
+@pytest.mark.parametrize("method", METHODS)
+def test_cores_that_are_not_finite_are_refused_and_nothing_changes(method, how, value):
+    model, _, adapter = adapted(method, prune_every=1, regrow=0.0 if method == "comera" else 0.3)
+    adapter.loss(torch.tensor(1.0))
+    adapter.step()
+    with torch.no_grad():
+        model[2].cores[1][0, 1, 2] = value
+    before = copy.deepcopy(model.state_dict())
+    adapter.loss(torch.tensor(1.0))
+    act = {
+        "step": adapter.step,
+        "compact": lambda: adapter.compact(0.1),
+        "alone": lambda: compact(model, 0.1),
+    }[how]
+    with pytest.raises(RankError, match="layer '2' has numbers that are not finite") as caught:
+        act()
+    assert len(str(caught.value).splitlines()) == 4
+    for name, entry in model.state_dict().items():
+        torch.testing.assert_close(entry, before[name], rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_model_without_layers_of_ranks_is_refused():
     with pytest.raises(RankError, match="no TT layer whose ranks could adapt"):
         compact(nn.Linear(4, 4), 0.1)

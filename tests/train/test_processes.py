@@ -294,6 +294,21 @@ def one_not_finite(rank):
         assert run.adapter.ranks["layers.0"] == [4, 7, 4]
 
 
+def not_finite_in_one(rank):
+    """Cores that are not finite in one process are refused in all, and none waits for another."""
+    for method in ("comera", "proximal"):
+        run = Run(model_of(), rank, method=method, prune_every=1)
+        run.step(0)
+        if rank == 1:
+            with torch.no_grad():
+                run.model.layers[1].cores[1][0, 1, 2] = float("nan")
+        ranks = run.adapter.ranks
+        run.adapter.loss(torch.tensor(1.0))
+        with pytest.raises(RankError, match=r"layer 'layers.1' has numbers that are not finite"):
+            run.adapter.step()
+        assert run.adapter.ranks == ranks
+
+
 def disagreement(rank):
     """One process has lost a rank that the other has not."""
     for check, level in ((True, dist.DebugLevel.OFF), (None, dist.DebugLevel.DETAIL)):
@@ -421,6 +436,7 @@ SCENARIOS = {
         hooks,
         one_objective,
         one_not_finite,
+        not_finite_in_one,
         disagreement,
         unclear,
         cannot_follow,
