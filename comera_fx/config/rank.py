@@ -59,8 +59,8 @@ class RankConfig:
         min_rank: Ranks are never cut below this; 0 lets a whole layer fade to its bias.
         min_ranks: Pattern of layers to a ``min_rank`` of their own; the first that matches.
         exclude: Patterns of layers whose ranks stay as they are.
-        skip_nonfinite: Whether a step whose loss is NaN or infinite is left out, and said to be.
-            It waits for the device once a step.
+        skip_nonfinite: Whether a step whose loss or gradient is NaN or infinite is left out, and
+            said to be. It reads the gradients, and waits for the device once a step.
     """
 
     method: RankMethod = "proximal"

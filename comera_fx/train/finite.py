@@ -1,4 +1,4 @@
-"""Optimizer steps of a loss that is NaN or infinite are skipped, and said to be."""
+"""Optimizer steps of a loss or gradient that is NaN or infinite are skipped, and said to be."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn.utils import get_total_norm
 
 from comera_fx.errors import RankError
 from comera_fx.train.caller import warn
@@ -28,12 +29,12 @@ class Together(Protocol):
 
 
 class FiniteSteps:
-    """Keeps what a loss that is not finite would do away from parameters and optimizer state.
+    """Keeps what is not finite, loss or gradient, away from parameters and optimizer state.
 
     Losses are noted as they are computed. At ``optimizer.step`` a hook asks whether all since the
-    last step were finite; if not, it drops the gradients of that optimizer, so that no optimizer
-    of ``torch.optim`` changes a parameter, a momentum or a step count. Losses of a closure count
-    too. A ``GradScaler`` and learning-rate schedulers work as without it.
+    last step were finite, and all gradients are; if not, it drops the gradients of that optimizer,
+    so that no optimizer of ``torch.optim`` changes a parameter, a momentum or a step count. Losses
+    of a closure count too. A ``GradScaler`` and learning-rate schedulers work as without it.
 
     The question waits for the device, once per optimizer and step; with ``enabled=False`` nothing
     is noted, asked or skipped (needed where the step is captured into a CUDA graph). Processes of
@@ -43,7 +44,8 @@ class FiniteSteps:
 
     Args:
         optimizers: One optimizer, or several that are stepped together.
-        gradients: Ask for finite gradients too. A ``GradScaler`` asks this itself.
+        gradients: Ask for finite gradients too, by their norm: a root or a division can have one
+            that is not where the loss is. A ``GradScaler`` asks this itself.
         enabled: Whether anything is done at all.
         processes: Which processes train one model; all of them if not given.
 
@@ -71,7 +73,7 @@ class FiniteSteps:
         self,
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         *,
-        gradients: bool = False,
+        gradients: bool = True,
         enabled: bool = True,
         processes: Together | None = None,
     ) -> None:
@@ -158,11 +160,7 @@ class FiniteSteps:
 
     def _drop_if_bad(self, k: int) -> None:
         optimizer = self._optimizers[k]
-        fault = "the loss" if self._is_bad(k) else None
-        # Set where a scaler leaves it to the optimizer to skip what it has found infinite.
-        by_scaler = getattr(optimizer, "found_inf", None) is not None
-        if fault is None and self._gradients and not by_scaler:
-            fault = None if self._have_finite_gradients(optimizer) else "a gradient"
+        fault = self._fault(k)
         if fault is None:
             return
         for group in optimizer.param_groups:
@@ -170,31 +168,45 @@ class FiniteSteps:
                 parameter.grad = None
         self._skip(fault)
 
+    def _fault(self, k: int) -> str | None:
+        """What of an optimizer's step is not finite: asked in one wait for the device."""
+        optimizer = self._optimizers[k]
+        # Set where a scaler leaves it to the optimizer to skip what it has found infinite.
+        by_scaler = getattr(optimizer, "found_inf", None) is not None
+        if not self._gradients or by_scaler:
+            return "the loss" if self._is_bad(k) else None
+        noted, self._noted[k] = self._noted[k], None
+        grads = _gradients_of(optimizer)
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        fine = torch.ones((), dtype=torch.bool, device=device)
+        # Squares of finite numbers may add up to infinity; what is sure takes far longer.
+        sum_is_finite = torch.isfinite(get_total_norm(grads)) if grads else fine
+        loss_is_finite, sum_is_finite_too = self._agreed(
+            fine if noted is None else noted.to(device), sum_is_finite.to(device)
+        )
+        if not loss_is_finite:
+            return "the loss"
+        if sum_is_finite_too:
+            return None
+        largest = get_total_norm(grads, norm_type=float("inf")) if grads else fine
+        return None if self._agreed(torch.isfinite(largest).to(device))[0] else "a gradient"
+
     def _is_bad(self, k: int) -> bool:
         """Whether a loss since the optimizer's last step was not finite; they are forgotten."""
         noted, self._noted[k] = self._noted[k], None
-        return noted is not None and not self._agreed(noted)
+        return noted is not None and not self._agreed(noted)[0]
 
-    def _have_finite_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        grads = [grad._values() if grad.is_sparse else grad for grad in held if grad is not None]
-        if not grads:
-            return True
-        # The largest entry: a sum of squares of finite numbers may be infinite.
-        largest = torch.nn.utils.get_total_norm(grads, norm_type=float("inf"))
-        return self._agreed(torch.isfinite(largest))
-
-    def _agreed(self, is_finite: Tensor) -> bool:
+    def _agreed(self, *flags: Tensor) -> list[bool]:
+        """Which flags are set, in every process."""
         if self._processes is not None:
             group = self._processes.group
         else:
             together = dist.is_available() and dist.is_initialized()
             group = dist.group.WORLD if together else None
-        if group is None:
-            return bool(is_finite)
-        answer = is_finite.to(torch.int32)
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
-        return bool(answer)
+        answers = torch.stack(flags).to(torch.int32)
+        if group is not None:
+            dist.all_reduce(answers, op=dist.ReduceOp.MIN, group=group)
+        return [bool(answer) for answer in answers.tolist()]
 
     def _skip(self, fault: str) -> None:
         """Count the step as skipped, once however many optimizers take it."""
@@ -213,6 +225,12 @@ class FiniteSteps:
                 "and lower the learning rate, clip gradients, or look at the batches."
             )
         warn(message)
+
+
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    own = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in held]
+    return [grad._values() if grad.is_sparse else grad for grad in own if grad is not None]
 
 
 def _hook_of(owner: weakref.ref[FiniteSteps], k: int) -> Hook:

@@ -164,8 +164,8 @@ class RankAdapter:
     def step(self) -> None:
         """Count a step; every ``prune_every`` steps cut the ranks that have died.
 
-        Call it after ``optimizer.step()``. A step that was skipped, as its loss was not finite,
-        does not count.
+        Call it after ``optimizer.step()``. A step that was skipped, as its loss or a gradient was
+        not finite, does not count.
 
         Raises:
             RankError: If a cut is due and cannot be made, as a core is not finite or something
@@ -268,7 +268,7 @@ class RankAdapter:
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were left out because their loss was not finite."""
+        """Steps that were left out because their loss, or a gradient, was not finite."""
         return self._finite.num_skipped
 
     def diagnose(self) -> list[str]:

@@ -15,59 +15,9 @@ from torch import nn
 
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
-from comera_fx.modules import TTLinear
-from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, param_groups
 from comera_fx.train.finite import FiniteSteps
-
-SPEC = TTSpec("tt", (4, 8), (8, 4), (1, 4, 8, 4, 1))
-NAN, INF = float("nan"), float("inf")
-
-
-def small_model():
-    torch.manual_seed(1)
-    return nn.Sequential(TTLinear(SPEC, 32, 32), nn.Tanh(), nn.Linear(32, 4))
-
-
-def batch(step):
-    """A batch; numbers that are not finite stand for their own step."""
-    seed = int(step) if abs(step) < INF else 0
-    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
-    return x * (1.0 if abs(step) < INF else step), x[:, :4].clone()
-
-
-def train(model, optimizers, finite, steps, accumulate=1):
-    """Train on ``steps``, each a batch or several; return which of the steps were skipped."""
-    skipped = []
-    for number in range(0, len(steps), accumulate):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for step in steps[number : number + accumulate]:
-            x, y = batch(step)
-            loss = nn.functional.mse_loss(model(x), y)
-            finite.note(loss)
-            loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        skipped.append(finite.ended_step())
-    return skipped
-
-
-def everything(model, *optimizers):
-    """All numbers of a model and its optimizers, the step counts too, as text that is exact."""
-    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
-    listed = {name: p.tolist() for name, p in model.state_dict().items()}
-    entries = [
-        {i: {k: torch.as_tensor(v).tolist() for k, v in entry.items() if v is not None}}
-        for state in states
-        for i, entry in state.items()
-    ]
-    return repr((listed, entries))
-
-
-def quiet():
-    return pytest.warns(UserWarning, match="is not finite: the step is skipped")
-
+from tests.train.steps import INF, NAN, batch, everything, quiet, small_model, train
 
 OPTIMIZERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1, foreach=False),
@@ -182,53 +132,6 @@ def test_losses_of_a_closure_count(as_keyword):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_scaler_halves_its_scale_and_the_next_step_is_taken(fused, unscale, gradients):
-    ends = []
-    for steps in ([0, 1, NAN, 2, 3], [0, 1, 2, 3]):
-        model = small_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-        finite = FiniteSteps(optimizer, gradients=gradients)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        with quiet() if NAN in steps else warnings.catch_warnings():
-            for step in steps:
-                x, y = batch(step)
-                loss = nn.functional.mse_loss(model(x), y)
-                finite.note(loss)
-                optimizer.zero_grad()
-                scaler.scale(loss).backward()
-                if unscale:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-                assert finite.ended_step() == (step is NAN)
-        assert scaler.get_scale() == (4.0 if NAN in steps else 8.0)
-        ends.append(everything(model, optimizer))
-    assert ends[0] == ends[1]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("unscale", [False, True])
-def test_gradients_that_a_scaler_made_infinite_are_its_own_affair(fused, unscale):
-    model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-    finite = FiniteSteps(optimizer, gradients=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
-    before = everything(model)
-    loss = nn.functional.mse_loss(model(batch(0)[0]), 100 * batch(0)[1])
-    finite.note(loss)
-    scaler.scale(loss).backward()
-    if unscale:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert not finite.ended_step()
-    assert scaler.get_scale() == pytest.approx(1.5e38)
-    assert everything(model) == before
-
-
 def test_a_scheduler_goes_on_and_does_not_warn():
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -241,36 +144,6 @@ def test_a_scheduler_goes_on_and_does_not_warn():
         scheduler.step()
     assert len(caught) == 1
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
-
-
-def test_gradients_that_are_not_finite_are_dropped_where_asked_for():
-    for gradients in (False, True):
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        finite = FiniteSteps(optimizer, gradients=gradients)
-        before = everything(model)
-        loss = model(torch.zeros(1, 2)).sum().clamp(max=1.0)
-        finite.note(loss)
-        loss.backward()
-        model.weight.grad[0, 1] = NAN
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        assert finite.ended_step() is gradients
-        assert (everything(model) == before) is gradients
-        told = [str(warning.message) for warning in caught]
-        assert told == ["a gradient of step 1 is not finite: the step is skipped."] * gradients
-
-
-def test_large_and_sparse_gradients_are_finite():
-    table = nn.Embedding(4, 2, sparse=True)
-    optimizer = torch.optim.SGD(table.parameters(), lr=1e-30)
-    finite = FiniteSteps(optimizer, gradients=True)
-    (table(torch.tensor([1, 1])).sum() * 3e38 / 2).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.step()
-    assert not finite.ended_step()
 
 
 def test_warnings_come_with_the_first_the_tenth_and_the_hundredth_of_a_streak():
