@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from comera_fx.balance import Bonds, Directions, balanced_bonds
@@ -217,6 +217,9 @@ class AdaptedLayers:
     def turn(self, directions: Mapping[str, Sequence[Directions]]) -> None:
         """Turn every bond into these directions.
 
+        A bond of which fewer are given than its floor stays as it is: what is missing holds
+        nothing, but without it the bond would have too few ranks.
+
         Args:
             directions: Layer name to those of its bonds; layers that are not named stay.
         """
@@ -224,14 +227,23 @@ class AdaptedLayers:
         for name, bonds in directions.items():
             layer = self.by_name[name]
             before = layer.spec.ranks
-            bases = [(bond.into, bond.out_of) for bond in bonds]
-            if not all(len(bond.values) for bond in bonds):
+            bases = [
+                self._basis(name, bond, rank)
+                for bond, rank in zip(bonds, before[1:-1], strict=True)
+            ]
+            if not all(out_of.shape[0] for _, out_of in bases):
                 warn_of_death(name)
             for each, optimizers in self._alike(name):
                 change_basis(each, bases, optimizers)
             if layer.spec.ranks != before:
                 changed += [*layer.cores, *layer.rank_weights]
         self._changed(changed)
+
+    def _basis(self, name: str, bond: Directions, rank: int) -> tuple[Tensor, Tensor]:
+        if len(bond.values) >= min(self.floors[name], rank):
+            return bond.into, bond.out_of
+        unturned = torch.eye(rank, dtype=bond.into.dtype, device=bond.into.device)
+        return unturned, unturned
 
     def grow(self, counts: Mapping[str, Sequence[int]], seed: int) -> None:
         """Add so many directions to every bond, or as many as it can use."""

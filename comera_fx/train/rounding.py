@@ -68,7 +68,10 @@ def compact_layers(layers: AdaptedLayers, tol: float) -> float:
     layers.check_can_change()
     layers.check_finite()
     kept = layers.balanced()
-    cut = {name: [_first(bond, tol, len(own)) for bond in own] for name, own in kept.items()}
+    cut = {
+        name: [_first(bond, tol / math.sqrt(len(own)), layers.floors[name]) for bond in own]
+        for name, own in kept.items()
+    }
     layers.turn(cut)
     errors = [
         math.sqrt(sum(_dropped(bond, small) for bond, small in zip(own, cut[name], strict=True)))
@@ -77,9 +80,9 @@ def compact_layers(layers: AdaptedLayers, tol: float) -> float:
     return max(errors, default=0.0)
 
 
-def _first(bond: Directions, tol: float, num_bonds: int) -> Directions:
-    """Keep the fewest directions whose loss is this bond's part of the error allowed."""
-    return bond.first(above_error(bond.values, tol / math.sqrt(num_bonds)))
+def _first(bond: Directions, tol: float, floor: int) -> Directions:
+    """Keep the fewest directions, but not below the floor, whose loss is within the error."""
+    return bond.first(max(above_error(bond.values, tol), floor))
 
 
 def _dropped(bond: Directions, small: Directions) -> float:

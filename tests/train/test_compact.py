@@ -209,6 +209,65 @@ def test_optimizers_that_are_named_follow():
     optimizer.step()
 
 
+# ---- floors ----
+
+
+@pytest.mark.parametrize("tol", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_are_not_cut_below_their_floors(method, tol):
+    config = {"target_ratio": None, "min_rank": 3, "min_ranks": {"2": 6}}
+    model, _, adapter = adapted(method, **config)
+    for layer in (model[0], model[2]):
+        decaying(layer, 0.1)
+    adapter.compact(tol)
+    least = [min(adapter.ranks[name]) for name in ("0", "2")]
+    assert least[0] >= 3
+    assert least[1] == 4  # what the outer bonds have
+    assert adapter.ranks["2"][1] >= 6
+    assert tol < 0.9 or adapter.ranks == {"0": [3, 3, 3], "2": [4, 6, 4]}
+
+
+@pytest.mark.parametrize("how", ["compact", "early", "late"])
+@pytest.mark.parametrize("method", METHODS)
+def test_bonds_that_hold_less_than_their_floor_stay_as_they_are(method, how):
+    model, optimizer, adapter = adapted(
+        method, target_ratio=None if how == "early" else 0.5, min_rank=4, patience=1, gamma=0.0
+    )
+    with torch.no_grad():
+        for core in list(model[0].cores)[:-1]:
+            core[..., 2:] = 0.0
+    before = weights_of(model)
+    twin = copy.deepcopy(model)
+    adapter.follow(twin)
+    if how == "compact":
+        adapter.compact(1e-9)
+    else:
+        adapter._method.prune(how, 0.01)
+    assert min(map(min, adapter.ranks.values())) == 4
+    assert max(errors(model, before)[:1]) < 1e-9
+    assert [twin[k].spec for k in (0, 2)] == [model[k].spec for k in (0, 2)]
+    losses = train(model, optimizer, adapter, range(20))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("how", ["compact", "early", "late"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_that_begins_at_zero_comes_to_life(method, how):
+    """Its last core is zero, as where a dense weight of zeros was rewritten."""
+    target = None if how == "early" else 0.5
+    model, optimizer, adapter = adapted(method, target_ratio=target, min_rank=1, prune_every=50)
+    with torch.no_grad():
+        model[0].cores[-1].zero_()
+    if how == "compact":
+        adapter.compact(0.1)
+    else:
+        adapter._method.prune(how, 0.01)
+    assert min(adapter.ranks["0"]) >= 1
+    train(model, optimizer, adapter, range(30))
+    assert model[0].cores[-1].abs().max() > 1e-3
+    assert adapter.diagnose() == []
+
+
 # ---- what is refused ----
 
 
