@@ -215,11 +215,46 @@ def test_two_targets_are_refused():
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected", "mend"),
+    [
+        (
+            {"gamma": 1.0},
+            "below 1 with method='proximal'",
+            "or method='comera', where",
+        ),
+        (
+            {"beta": 0.5},
+            "left out with method='proximal'",
+            "leave out beta, or use method=",
+        ),
+        ({"w1": 2.0, "method": "rounding"}, "left out with method='rounding'", "leave out w1"),
+        ({"w2": 0.0}, "left out with method='proximal'", "leave out w2"),
+        ({"rho": 0.5, "method": "rounding"}, "left out with method='rounding'", "leave out rho"),
+        ({"shrink_steps": 50, "method": "comera"}, "None with method='comera'", "raise rho"),
+        ({"steps_per_epoch": 7}, "None without early_epochs", "give early_epochs too"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_settings_that_a_method_does_not_read_are_refused(settings, expected, mend):
+    with pytest.raises(ConfigError) as caught:
+        RankConfig(**settings)
+    name, got = next(iter(settings.items()))
+    problem, *lines = str(caught.value).splitlines()
+    assert problem == f"RankConfig.{name} is out of range"
+    assert lines[0] == f"  got:      {got!r}"
+    assert lines[1].startswith(f"  expected: {expected}")
+    assert mend in lines[2]
+    assert len(lines) == 3
+
+
 def test_settings_at_the_ends_of_their_ranges_are_taken():
     PlanConfig(memory_limit_bytes=1)
     OptimizeConfig(max_rank=1, min_params=0, num_tokens_hint=1, tol=0, seed=2**64 - 1)
     OptimizeConfig(targets={"a"}, exclude=("b", "c"), plan=PlanConfig())
     OptimizeConfig(ranks={"a": 1, "b": (1, 4, 1)}, modes={"a": ([4, 4], [2, 8])}, targets=[])
     RankConfig(target_ratio=1, threshold=0, early_steps=0, warmup_steps=0, prune_every=1)
-    RankConfig(gamma=0, beta=0, w1=0, w2=0, rho=1, min_rank=0, exclude=["head"])
+    RankConfig(method="comera", beta=0, w1=0, w2=0, rho=1, min_rank=0, exclude=["head"])
+    RankConfig(method="comera", gamma=100.0)
+    RankConfig(gamma=0, beta=0.0, w1=1, rho=0.1, early_epochs=0, steps_per_epoch=1)
     assert RankConfig(target_params=1).target_params == 1

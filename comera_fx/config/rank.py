@@ -28,8 +28,9 @@ class RankConfig:
         target_params: Size to reach, in parameters. At most one target may be given.
         target_bytes: Size to reach, in bytes of the cores.
         gamma: Strength of what pulls ranks down in the early stage. "comera": weight of the size
-            penalty. "proximal": what a bond's singular values lose at every cut, as a share of
-            the largest, for a rank of average cost. "rounding" has none.
+            penalty. "proximal": what a bond's singular values lose at every cut, as a share, below
+            1, of the largest that the bond has had, for a rank of average cost. "rounding" has
+            none.
         beta: Weight of the squared norm of the cores in the early stage of "comera".
         threshold: What counts as zero. "comera": rank weights at or below it. "proximal":
             singular values at or below this share of their bond's largest. "rounding", early
@@ -40,7 +41,7 @@ class RankConfig:
             met. ``None``: ten times ``prune_every`` for "comera", none for the others; without a
             target, for ever.
         early_epochs: The same in epochs of ``steps_per_epoch`` steps.
-        steps_per_epoch: Steps in an epoch.
+        steps_per_epoch: Steps in an epoch, where ``early_epochs`` is given.
         plateau: The early stage ends once the running mean of the loss has not fallen by 1 % for
             so many steps. At most one of the three ends may be given.
         shrink_steps: Steps of the late stage over which "proximal" and "rounding" come down to
@@ -133,6 +134,7 @@ class RankConfig:
         self._check_weights()
         self._check_counts()
         self._check_ends()
+        self._check_fits_method()
         check_names("RankConfig.exclude", self.exclude)
 
     def _check_optional_counts(self) -> None:
@@ -232,6 +234,13 @@ class RankConfig:
             "the steps of an epoch, where early_epochs is given",
             "write steps_per_epoch=len(loader)",
         )
+        check(
+            epochs is not None or self.steps_per_epoch is None,
+            "RankConfig.steps_per_epoch",
+            self.steps_per_epoch,
+            "None without early_epochs: nothing else is counted in epochs",
+            "give early_epochs too, or count in steps: early_steps",
+        )
         ends = (self.early_steps, epochs, self.plateau)
         check(
             sum(end is not None for end in ends) <= 1,
@@ -239,4 +248,30 @@ class RankConfig:
             dict(zip(("early_steps", "early_epochs", "plateau"), ends, strict=True)),
             "at most one of the three",
             "keep one of the three",
+        )
+
+    def _check_fits_method(self) -> None:
+        method, default = self.method, type(self)
+        check(
+            self.gamma < 1 or method != "proximal",
+            "RankConfig.gamma",
+            self.gamma,
+            "below 1 with method='proximal', where it is the share that a cut takes off at once",
+            "use the default, 0.01, or method='comera', where gamma weighs the size penalty",
+        )
+        for name in ("beta", "w1", "w2", "rho"):
+            value = getattr(self, name)
+            check(
+                method == "comera" or value == getattr(default, name),
+                f"RankConfig.{name}",
+                value,
+                f"left out with method={method!r}, which minimises the task loss alone",
+                f"leave out {name}, or use method='comera'",
+            )
+        check(
+            self.shrink_steps is None or method != "comera",
+            "RankConfig.shrink_steps",
+            self.shrink_steps,
+            "None with method='comera', which comes down by its objective, by no schedule",
+            "leave out shrink_steps and raise rho, or use method='proximal' or 'rounding'",
         )

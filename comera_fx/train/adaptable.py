@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from comera_fx.config import RankConfig
+from comera_fx.config import RankConfig, RankMethod
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule, tt_modules
 from comera_fx.train.budget import params_of
@@ -227,9 +227,18 @@ def warn_if_out_of_reach(
         )
 
 
-def warn_of_death(name: str) -> None:
+ADVICE: dict[RankMethod | None, str] = {
+    "comera": "Raise min_rank, or lower gamma or the rank weights' learning rate.",
+    "proximal": "Raise min_rank, or lower gamma.",
+    "rounding": "Raise min_rank, or lower threshold.",
+    None: "Its weight was zero.",
+}
+"""What keeps layers alive, by method; ``None``: where none was at work."""
+
+
+def warn_of_death(name: str, method: RankMethod | None) -> None:
     """Say that a layer is left with its bias."""
     warn(
         f"all ranks of a bond of layer {name!r} have died: from now on the layer is its bias "
-        "alone. Raise min_rank, or lower gamma or the rank weights' learning rate."
+        f"alone. {ADVICE[method]}"
     )

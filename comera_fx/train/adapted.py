@@ -49,7 +49,7 @@ class AdaptedLayers:
         self.optimizers = list(optimizers)
         self.processes = Processes(model, self.by_name, check_processes)
         self.floors = {name: _floor(name, config) for name in self.by_name}
-        self._model = model
+        self._model, self._method = model, config.method
         self._copies: list[dict[str, TTModule]] = []
         self._expected = self.ranks
         check_state(self.optimizers, self.by_name.items())
@@ -204,7 +204,7 @@ class AdaptedLayers:
             if all(len(alive) == rank for alive, rank in zip(indices, ranks, strict=True)):
                 continue
             if layer.tt_params and not all(indices):
-                warn_of_death(name)
+                warn_of_death(name, self._method)
             chosen = [
                 torch.tensor(alive, dtype=torch.long, device=self.device) for alive in indices
             ]
@@ -214,7 +214,9 @@ class AdaptedLayers:
         self._changed(changed)
         return bool(changed)
 
-    def turn(self, directions: Mapping[str, Sequence[Directions]]) -> None:
+    def turn(
+        self, directions: Mapping[str, Sequence[Directions]], *, by_method: bool = True
+    ) -> None:
         """Turn every bond into these directions.
 
         A bond of which fewer are given than its floor stays as it is: what is missing holds
@@ -222,6 +224,7 @@ class AdaptedLayers:
 
         Args:
             directions: Layer name to those of its bonds; layers that are not named stay.
+            by_method: Whether the method asks for it, and may be told how to spare what dies.
         """
         changed: list[nn.Parameter] = []
         for name, bonds in directions.items():
@@ -232,7 +235,7 @@ class AdaptedLayers:
                 for bond, rank in zip(bonds, before[1:-1], strict=True)
             ]
             if not all(out_of.shape[0] for _, out_of in bases):
-                warn_of_death(name)
+                warn_of_death(name, self._method if by_method else None)
             for each, optimizers in self._alike(name):
                 change_basis(each, bases, optimizers)
             if layer.spec.ranks != before:

@@ -72,7 +72,7 @@ def compact_layers(layers: AdaptedLayers, tol: float) -> float:
         name: [_first(bond, tol / math.sqrt(len(own)), layers.floors[name]) for bond in own]
         for name, own in kept.items()
     }
-    layers.turn(cut)
+    layers.turn(cut, by_method=False)
     errors = [
         math.sqrt(sum(_dropped(bond, small) for bond, small in zip(own, cut[name], strict=True)))
         for name, own in kept.items()

@@ -19,7 +19,6 @@ SETTINGS = {
     "target_ratio": 0.5,
     "warmup_steps": 5,
     "early_steps": 10,
-    "rho": 0.5,
     "prune_every": 5,
 }
 OPTIMIZERS = {
@@ -59,9 +58,10 @@ class Loop:
             else param_groups(self.model, lr=lr, rank_lr=20 * lr)
         )
         self.optimizer = OPTIMIZERS[optimizer](groups)
-        self.adapter = RankAdapter(
-            self.model, self.optimizer, RankConfig(**{**SETTINGS, **settings})
-        )
+        settings = {**SETTINGS, **settings}
+        if settings["method"] == "comera":
+            settings = {"rho": 0.5, **settings}
+        self.adapter = RankAdapter(self.model, self.optimizer, RankConfig(**settings))
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=200)
         self.step = 0
         self.losses = []

@@ -166,6 +166,9 @@ def test_a_layer_that_dies_is_said_once(method):
             model[2].cores[1].zero_()
     (warning,) = steps(adapter, [1.0] * 5)
     assert "bond of layer '2' have died" in str(warning.message)
+    assert ("lower gamma" in str(warning.message)) == (method != "rounding")
+    assert ("rank weights" in str(warning.message)) == (method == "comera")
+    assert ("lower threshold" in str(warning.message)) == (method == "rounding")
     assert names_the_loop(warning)
     assert adapter.diagnose() == ["layer '2' has lost all its ranks and is its bias alone."]
     assert adapter.ranks["2"] == [0, 0, 0]
@@ -188,6 +191,7 @@ def test_a_layer_that_compact_empties_is_said_to_the_caller(in_adaptation):
     with pytest.warns(UserWarning, match="bond of layer '0' have died") as caught:
         adapter.compact(0.1) if in_adaptation else compact(model, 0.1, adapter.optimizers)
     assert [warning.filename for warning in caught] == [__file__]
+    assert str(caught[0].message).endswith("is its bias alone. Its weight was zero.")
 
 
 # ---- all of it, and resume ----
