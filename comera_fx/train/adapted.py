@@ -15,6 +15,7 @@ from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule
 from comera_fx.train.adaptable import adaptable_layers, check_copy, warn_of_death
+from comera_fx.train.first_process import bonds_of_first
 from comera_fx.train.processes import Processes, check_whole
 from comera_fx.train.resize import change_basis, check_state, cut_ranks, grow_ranks
 
@@ -106,21 +107,21 @@ class AdaptedLayers:
     def balanced(self, names: Iterable[str] | None = None) -> Bonds:
         """Return the singular directions of layers, of all that have ranks if none are named.
 
-        With several processes, those of the first: others may round otherwise.
+        With several processes, those of the first, which alone looks for them.
         """
-        found = {
-            name: balanced_bonds(self.by_name[name].effective_cores())
+        held = [
+            name
             for name in (self.by_name if names is None else names)
             if self.by_name[name].tt_params
-        }
-        if not found:
-            return {}
-        flat = [t for own in found.values() for d in own for t in (d.values, d.into, d.out_of)]
-        sent = iter(self.processes.of_first(flat))
-        return {
-            name: [Directions(next(sent), next(sent), next(sent)) for _ in own]
-            for name, own in found.items()
-        }
+        ]
+        processes, found = self.processes, {}
+        if processes.is_first:
+            found = {name: balanced_bonds(self.by_name[name].effective_cores()) for name in held}
+        if processes.group is None or not held:
+            return found
+        dtypes = {core.dtype for name in held for core in self.by_name[name].cores}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        return bonds_of_first(found, {name: self.ranks[name] for name in held}, processes, dtype)
 
     # ---- what changes it ----
 

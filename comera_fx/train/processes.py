@@ -208,16 +208,20 @@ class Processes:
             dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
         return [bool(flag) for flag in flags.tolist()]
 
-    def of_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of the first process, on the device and in the dtype of these."""
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of its group, or the only one."""
+        group = self.group
+        return group is None or dist.get_rank(group) == 0
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return the first process's tensor; all give one of its shape and dtype."""
         group = self.group
         if group is None:
-            return list(tensors)
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        sent = flat.to(next(iter(self._layers.values())).cores[0].device)
+            return tensor
+        sent = tensor.to(next(iter(self._layers.values())).cores[0].device)
         dist.broadcast(sent, group=group, group_src=0)
-        parts = torch.split(sent.to(flat), [tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        return sent.to(tensor.device)
 
     @property
     def checks(self) -> bool:

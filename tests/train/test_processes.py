@@ -5,6 +5,7 @@ The processes run this file as a script, with the name of one of ``SCENARIOS``.
 
 import contextlib
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
-from comera_fx.train import RankAdapter, param_groups
+from comera_fx.train import RankAdapter, adapted, param_groups
 
 SPEC = TTSpec("tt", (4, 4), (4, 4), (1, 4, 8, 4, 1))
 CUTTING = {"target_ratio": 0.5, "early_steps": 15, "prune_every": 5, "gamma": 0.1}
@@ -199,6 +200,38 @@ def singular_values(rank):
                     found.dense_weight(), wanted.dense_weight(), rtol=1e-6, atol=1e-6
                 )
         assert one.adapter.size <= one.adapter.target_size
+
+
+def directions_of_the_first(rank):
+    """The other process would find fewer of them, and rounds otherwise; parameters stay equal."""
+    find = adapted.balanced_bonds
+    if rank == 1:
+        adapted.balanced_bonds = lambda cores: [bond.first(2) for bond in find(cores)]
+    for dtype, method in itertools.product((torch.float32, torch.float64), ("comera", "proximal")):
+        run = Run(model_of(dtype), rank, check_processes=True, method=method, prune_every=2)
+        layers = run.adapter._layers
+        weights = [layer.dense_weight().detach() for layer in run.model.layers]
+        layers.turn(layers.balanced())
+        for layer, weight in zip(run.model.layers, weights, strict=True):
+            torch.testing.assert_close(layer.dense_weight().detach(), weight)
+        for number in range(6):
+            run.step(number)
+        assert run.adapter.ranks["layers.0"] == [4, 8, 4]
+        for parameter in run.model.parameters():
+            theirs = parameter.detach().clone()
+            dist.broadcast(theirs, 0)
+            assert torch.equal(theirs, parameter)
+
+
+def bytes_sent(rank):
+    """Bases go in the precision of the cores."""
+    sent, send = [], dist.broadcast
+    dist.broadcast = lambda tensor, **where: sent.append(tensor.dtype) or send(tensor, **where)
+    for dtype in (torch.float32, torch.float64):
+        run = Run(model_of(dtype), rank, method="proximal")
+        sent.clear()
+        run.adapter._layers.balanced()
+        assert sent == [torch.float64, dtype]
 
 
 def resumed(rank):
@@ -431,6 +464,8 @@ SCENARIOS = {
         bucket_views,
         accumulation,
         singular_values,
+        directions_of_the_first,
+        bytes_sent,
         resumed,
         layer_dies,
         hooks,
