@@ -207,7 +207,7 @@ def test_trials_that_get_no_gradient_go():
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
 def test_trials_whose_gradient_is_nothing_or_not_finite_go(value):
-    run = Run("rounding", regrow=0.3).train(10)
+    run = Run("rounding", regrow=0.3, skip_nonfinite=False).train(10)
     before = run.adapter._method._growth._before
     run.backward()
     for layer in run.layers.values():
