@@ -6,6 +6,7 @@ import difflib
 import weakref
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -209,6 +210,40 @@ def check_copy(copy: nn.Module, layers: dict[str, TTModule]) -> dict[str, TTModu
                 mend="make the copy of the model as it is now: copy.deepcopy(model)",
             )
     return {name: own[name] for name in layers}
+
+
+def check_loadable(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise unless an adapter can go on from a state.
+
+    Args:
+        state: What is to be loaded.
+        own: What the adapter's own ``state_dict`` returns.
+
+    Raises:
+        RankError: If something is missing, or the method or the model's ranks are others.
+    """
+    missing = sorted(own.keys() - state.keys())
+    if missing:
+        raise RankError(
+            "the adapter's state is incomplete",
+            got=f"no {', '.join(missing)}",
+            expected="what RankAdapter.state_dict returned",
+            mend="load the checkpoint's adapter state, not the model's or the optimizer's",
+        )
+    if state["method"] != own["method"]:
+        raise RankError(
+            "the adapter's state belongs to another method",
+            got=f"method {own['method']!r}",
+            expected=f"{state['method']!r}",
+            mend="make the RankAdapter with the RankConfig that the run was started with",
+        )
+    if state["ranks"] != own["ranks"]:
+        raise RankError(
+            "the adapter's state belongs to other ranks than the model has",
+            got=f"model {own['ranks']}",
+            expected=f"{state['ranks']}",
+            mend="call model.load_state_dict with the checkpoint's model first",
+        )
 
 
 def warn_if_out_of_reach(

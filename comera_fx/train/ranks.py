@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
@@ -15,13 +14,13 @@ from comera_fx.errors import RankError
 from comera_fx.train.adaptable import (
     check_can_hand_over,
     check_holds_cores,
+    check_loadable,
     check_types,
     claim,
     hand_over,
     warn_if_out_of_reach,
 )
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.caller import warn
 from comera_fx.train.comera import CoMERA
 from comera_fx.train.finite import FiniteSteps
 from comera_fx.train.method import Method
@@ -29,10 +28,7 @@ from comera_fx.train.processes import check_whole_optimizer
 from comera_fx.train.rounding import check_tolerance, compact_layers
 from comera_fx.train.singular import SingularValues
 from comera_fx.train.stages import LossMemory, Stage, Stages
-from comera_fx.train.watch import Watch
-
-FORGOTTEN_AFTER = 100
-"""Calls of ``loss`` without a ``step`` after which the user is warned."""
+from comera_fx.train.watch import Reminders, Watch
 
 
 class RankAdapter:
@@ -108,7 +104,7 @@ class RankAdapter:
             optimizers, enabled=self.config.skip_nonfinite, processes=self._layers.processes
         )
         self._watch = Watch()
-        self._num_forgotten = 0
+        self._reminders = Reminders()
         self._has_begun_late = False
         self._method = self._make_method()
 
@@ -152,7 +148,7 @@ class RankAdapter:
         seen = processes.mean(task_loss) if compares else task_loss.detach()
         self._memory.note(seen)
         self._finite.note(task_loss)
-        self._remind_of_step()
+        self._reminders.asked_for_loss()
         if stage == "warmup":
             return task_loss
         loss = self._method.objective(task_loss, seen, stage)
@@ -171,22 +167,22 @@ class RankAdapter:
             RankError: If a cut is due and cannot be made, as a core is not finite or something
                 that must follow it cannot; nothing is cut.
         """
-        self._num_forgotten = 0
+        self._reminders.stepped()
         if self._finite.ended_step():
             return  # as if the batch had not been there
-        before = self.stage
+        before, processes = self.stage, self._layers.processes
         self._stages.count()
-        self._remind_of_loss()
+        self._reminders.counted(self._stages.num_steps, has_loss=self._memory.mean is not None)
         self._method.stepped()
         pruning = before != "warmup" and self._stages.num_steps % self.config.prune_every == 0
         if pruning or self.stage != before:
-            self._share_loss()
+            self._memory.share(processes)
         pruned = pruning and self._prune(before)
         if self.stage == "late" and not self._has_begun_late:
             self._has_begun_late = True
             self._method.begin_late(self._memory.value)
         if self.stage != before:
-            self._layers.processes.change_objective()
+            processes.change_objective()
         if pruning or self.stage != before:
             self._record()
         if pruned:  # trials are no ranks yet: neither watch nor history counts them
@@ -312,7 +308,7 @@ class RankAdapter:
         Raises:
             RankError: If the model's ranks, or the method, are not those of the state.
         """
-        self._check_loadable(state)
+        check_loadable(state, self.state_dict())
         self._layers.processes.find(required=False)
         self.initial_size, self.target_size = state["initial_size"], state["target_size"]
         self._method.retarget(self.target_size, self.initial_size)
@@ -326,30 +322,6 @@ class RankAdapter:
         self._layers.take_ranks()
         self._method.load_state_dict(state["method_state"])
         self._layers.processes.rebuild()  # the model's ranks may be others since it was loaded
-
-    def _check_loadable(self, state: dict[str, Any]) -> None:
-        missing = sorted(self.state_dict().keys() - state.keys())
-        if missing:
-            raise RankError(
-                "the adapter's state is incomplete",
-                got=f"no {', '.join(missing)}",
-                expected="what RankAdapter.state_dict returned",
-                mend="load the checkpoint's adapter state, not the model's or the optimizer's",
-            )
-        if state["method"] != self.config.method:
-            raise RankError(
-                "the adapter's state belongs to another method",
-                got=f"method {self.config.method!r}",
-                expected=f"{state['method']!r}",
-                mend="make the RankAdapter with the RankConfig that the run was started with",
-            )
-        if state["ranks"] != self.ranks:
-            raise RankError(
-                "the adapter's state belongs to other ranks than the model has",
-                got=f"model {self.ranks}",
-                expected=f"{state['ranks']}",
-                mend="call model.load_state_dict with the checkpoint's model first",
-            )
 
     # ---- within a step ----
 
@@ -368,15 +340,6 @@ class RankAdapter:
         self._watch.look(self._stages.num_steps, self.size, loss, awaits_cuts=awaits_cuts)
         return True
 
-    def _share_loss(self) -> None:
-        """Have all processes go by the mean of their losses; one that is not finite counts."""
-        processes, memory = self._layers.processes, self._memory
-        if processes.group is None or memory.mean is None or memory.is_finite is None:
-            return
-        pair = torch.stack([memory.mean, memory.is_finite.to(memory.mean)])
-        shared = processes.mean(pair)
-        memory.mean, memory.is_finite = shared[0], shared[1] == 1
-
     def _record(self) -> None:
         self.history.append(
             {
@@ -387,21 +350,6 @@ class RankAdapter:
                 "ranks": self.ranks,
             }
         )
-
-    def _remind_of_step(self) -> None:
-        self._num_forgotten += 1
-        if self._num_forgotten == FORGOTTEN_AFTER:
-            warn(
-                f"RankAdapter.loss was called {FORGOTTEN_AFTER} times without RankAdapter.step: "
-                "no rank is ever cut. Call adapter.step() after optimizer.step()."
-            )
-
-    def _remind_of_loss(self) -> None:
-        if self._stages.num_steps == FORGOTTEN_AFTER and self._memory.mean is None:
-            warn(
-                f"RankAdapter.step was called {FORGOTTEN_AFTER} times without RankAdapter.loss: "
-                "nothing asks ranks to shrink. Train on adapter.loss(task_loss)."
-            )
 
     # ---- setting up ----
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from comera_fx.config import RankConfig
+from comera_fx.train.processes import Processes
 
 Stage = Literal["warmup", "early", "late"]
 
@@ -123,6 +124,14 @@ class LossMemory:
         if mean is not None:
             restart = self.is_finite & ~torch.isfinite(past)
             self.mean = torch.where(restart, loss, self.mean)
+
+    def share(self, processes: Processes) -> None:
+        """Have all processes go by the mean of their losses; one that is not finite counts."""
+        if processes.group is None or self.mean is None or self.is_finite is None:
+            return
+        pair = torch.stack([self.mean, self.is_finite.to(self.mean)])
+        shared = processes.mean(pair)
+        self.mean, self.is_finite = shared[0], shared[1] == 1
 
     @property
     def value(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Says when adaptation goes wrong: a size that does not move, a loss that a cut has raised."""
+"""Says when adaptation goes wrong: what stands still, what a cut has raised, what is not called."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ EXPLODED, NOTABLE = 0.5, 0.05
 the second share of the first loss that was seen: one that has come down to noise may double."""
 STUCK_AFTER = 50
 """Cuts without a change of size, on the way to a target, after which it is said."""
+
+FORGOTTEN_AFTER = 100
+"""Calls of ``loss`` without a ``step``, or the other way round, after which it is said."""
 
 
 class Watch:
@@ -89,3 +92,31 @@ class Watch:
         self._size, self._unmoved = state["size"], state["unmoved"]
         self._first_loss, self._loss_before = state["first_loss"], state["loss_before"]
         self._cut_at, self._told = state["cut_at"], state["told"]
+
+
+class Reminders:
+    """Says when a loop calls only one of ``RankAdapter.loss`` and ``RankAdapter.step``."""
+
+    def __init__(self) -> None:
+        self._num_losses = 0
+
+    def asked_for_loss(self) -> None:
+        """Count a call of ``loss``."""
+        self._num_losses += 1
+        if self._num_losses == FORGOTTEN_AFTER:
+            warn(
+                f"RankAdapter.loss was called {FORGOTTEN_AFTER} times without RankAdapter.step: "
+                "no rank is ever cut. Call adapter.step() after optimizer.step()."
+            )
+
+    def stepped(self) -> None:
+        """Take note of a call of ``step``."""
+        self._num_losses = 0
+
+    def counted(self, num_steps: int, *, has_loss: bool) -> None:
+        """Look whether ``loss`` has been called, now that so many steps have."""
+        if num_steps == FORGOTTEN_AFTER and not has_loss:
+            warn(
+                f"RankAdapter.step was called {FORGOTTEN_AFTER} times without RankAdapter.loss: "
+                "nothing asks ranks to shrink. Train on adapter.loss(task_loss)."
+            )
