@@ -24,8 +24,8 @@ class Directions:
     Args:
         values: Singular values ``(K,)``, float64.
         into: ``(R, K)``: columns of the core left of the bond become ``core @ into``.
-        out_of: ``(K, R)``: rows of the core right of it become ``out_of @ core``;
-            ``out_of @ into`` is the identity.
+        out_of: ``(K, R)``: rows of the core right of it become ``out_of @ core``. ``out_of @ into``
+            is the identity, and once ``scaled`` the diagonal matrix of the factors.
     """
 
     values: Tensor

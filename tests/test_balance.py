@@ -120,6 +120,7 @@ def test_scaled_directions_carry_so_much_more():
     bonds = balanced_bonds(cores)
     factors = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
     changed = [bonds[0].scaled(factors), *bonds[1:]]
+    torch.testing.assert_close(changed[0].out_of @ changed[0].into, factors.diag())
     new = turned(cores, changed)
     torch.testing.assert_close(balanced_bonds(new)[0].values, bonds[0].values * factors)
     same = TTSpec("tt", spec.in_modes, spec.out_modes, (1, 3, 5, 3, 1))

@@ -20,10 +20,11 @@ class RankConfig:
     """How ranks adapt in training; see ``comera_fx/train/README.md`` for the formulas.
 
     Args:
-        method: How ranks are brought to zero. ``"proximal"``: the singular values of every bond
-            are lowered step by step to exact zeros. ``"rounding"``: the smallest singular values
-            are cut at once. ``"comera"``, as in the paper: every rank has a weight, a parameter
-            that the size penalty pulls down.
+        method: How ranks are brought to zero. ``"proximal"``: every cut of the early stage lowers
+            the singular values of every bond, and takes away those that have come down to next to
+            nothing; the late stage weakens a little what the next cut takes. ``"rounding"``: the
+            smallest singular values are cut at once. ``"comera"``, as in the paper: every rank has
+            a weight, a parameter that the size penalty pulls down.
         target_ratio: Size to reach, as a share of the TT size at the start.
         target_params: Size to reach, in parameters. At most one target may be given.
         target_bytes: Size to reach, in bytes of the cores.
@@ -33,8 +34,8 @@ class RankConfig:
             none.
         beta: Weight of the squared norm of the cores in the early stage of "comera".
         threshold: What counts as zero. "comera": rank weights at or below it. "proximal":
-            singular values at or below this share of their bond's largest. "rounding", early
-            stage: a bond is cut to this relative error.
+            singular values at or below this share of the largest that their bond has ever had.
+            "rounding", early stage: a bond is cut to this relative error.
         warmup_steps: Steps at the start in which the task loss alone is trained.
         early_steps: Length of the early stage, in which ranks fall as far as the loss lets them.
             If there is a target the late stage follows, and it begins earlier once the target is
@@ -56,8 +57,10 @@ class RankConfig:
             "rounding" on the way to a target, where the gradient asks for them most; the next
             cut takes back what is worth less.
         balance: Whether "comera" without a target turns every bond into its singular directions
-            after a cut, and takes those at or below ``threshold`` of the largest for dead.
-        min_rank: Ranks are never cut below this; 0 lets a whole layer fade to its bias.
+            after a cut, and takes those at or below ``threshold`` of the largest that the bond has
+            ever had for dead.
+        min_rank: Ranks are never cut below this, by ``compact`` neither; 0 lets a whole layer fade
+            to its bias.
         min_ranks: Pattern of layers to a ``min_rank`` of their own; the first that matches.
         exclude: Patterns of layers whose ranks stay as they are.
         skip_nonfinite: Whether a step whose loss or gradient is NaN or infinite is left out, and

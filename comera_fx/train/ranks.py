@@ -226,11 +226,11 @@ class RankAdapter:
         """Cut what the weights do not need, at any time: TT rounding.
 
         Args:
-            tol: Relative Frobenius error allowed in each layer; 0 cuts only ranks that hold
-                nothing.
+            tol: Relative Frobenius error allowed in each layer, of all that its cores hold,
+                padding too; 0 cuts only ranks that hold nothing.
 
         Returns:
-            The largest relative error that was made in a layer.
+            A bound on the largest relative error that was made in a layer, of the same.
 
         Raises:
             RankError: If ``tol`` is out of range, a core is not finite, or something that must

@@ -26,10 +26,13 @@ def compact(
     Args:
         model: A model from ``optimize``.
         tol: Relative Frobenius error allowed in each layer; 0 cuts only ranks that hold nothing.
+            It is of all that the cores hold: where the modes' products are larger than the layer,
+            what a layer computes with may come out somewhat worse.
         optimizers: All that hold the cores; their state follows.
 
     Returns:
-        The largest relative error that was made in a layer.
+        A bound on the largest relative error that was made in a layer, of all that its cores hold:
+        the errors of its bonds, added in squares.
 
     Raises:
         RankError: If ``tol`` is out of range, the model has no trainable TT layer, a core is not
