@@ -19,7 +19,7 @@ from comera_fx.plan.cost import cost_model
 from comera_fx.plan.linear import bucket_tokens, plan_linear
 from comera_fx.plan.plan import Plan
 from comera_fx.plan.shared import Form, Sizes, plan_shared
-from comera_fx.shapes import choose_modes
+from comera_fx.shapes import MAX_MODES, TRAINABLE_MODES, choose_modes, choose_wide
 from comera_fx.spec import TTSpec
 
 T = TypeVar("T")
@@ -353,6 +353,10 @@ def _spec(candidate: Candidate, config: OptimizeConfig) -> TTSpec:
     default: Layout = "tt" if candidate.kind == "linear" else "ttm"
     layout = _first(config.layouts, candidate) or default
     ranks = _first(config.ranks, candidate) or config.max_rank
+    is_new_table = candidate.kind == "embedding" and config.init == "random"
+    has_modes = _first(config.modes, candidate) is not None
+    if is_new_table and layout == "tt" and isinstance(ranks, int) and not has_modes:
+        return choose_wide(*candidate.sizes, max_rank=ranks)
     in_modes, out_modes = _modes(candidate, config, layout, ranks)
     num_cores = len(in_modes) + (len(out_modes) if layout == "tt" else 0)
     asked = ranks if isinstance(ranks, tuple) else (1, *[ranks] * (num_cores - 1), 1)
@@ -374,7 +378,9 @@ def _modes(
     in_size, out_size = candidate.sizes
     if given is None:
         max_rank = max(ranks) if isinstance(ranks, tuple) else ranks
-        choice = choose_modes(in_size, out_size, layout=layout, max_rank=max_rank)
+        is_new_table = layout == "ttm" and config.init == "random"
+        most = TRAINABLE_MODES if is_new_table else MAX_MODES
+        choice = choose_modes(in_size, out_size, layout=layout, max_rank=max_rank, most=most)
         return choice.in_modes, choice.out_modes
     spec = (tuple(given[0]), tuple(given[1]))
     for side, modes, size in zip(("in", "out"), spec, (in_size, out_size), strict=True):

@@ -10,12 +10,19 @@ from itertools import combinations_with_replacement, permutations
 
 from comera_fx.config import Layout
 from comera_fx.errors import SpecError
-from comera_fx.spec import clip_ranks
+from comera_fx.spec import TTSpec, clip_ranks
 
 Modes = tuple[int, ...]
 
 MAX_MODES = 4
 """Modes a side: beyond four, cores are so small that launching their products is the cost."""
+
+TRAINABLE_MODES = 2
+"""Modes a side of tables that train from scratch: at equal size two wide cores learn more than four
+narrow ones (``comera_fx/train/README.md``)."""
+
+OUTER_SHARE = 0.5
+"""What the outer core of either side of such a table keeps of its mode, in layout "tt"."""
 
 SINGLE_MODE_BELOW = 16
 """Below this a side may be one mode (a head with 10 classes): its factors would save nothing."""
@@ -73,6 +80,7 @@ def choose_modes(
     *,
     layout: Layout,
     max_rank: int,
+    most: int = MAX_MODES,
 ) -> ModeChoice:
     """Choose the modes, and their order, for a layer of the given sizes.
 
@@ -85,6 +93,7 @@ def choose_modes(
         out_features: Out size of the layer, or width of an embedding table.
         layout: ``"tt"`` or ``"ttm"``; in "ttm" both sides get equally many modes.
         max_rank: Rank of all bonds, before each is cut to what it can use.
+        most: Modes a side, at most.
 
     Returns:
         The same choice for the same arguments, always.
@@ -96,26 +105,72 @@ def choose_modes(
         >>> choose_modes(256, 256, layout="tt", max_rank=32)
         ModeChoice(in_modes=(8, 8, 4), out_modes=(4, 8, 8))
     """
+    _check_positive(in_features, out_features, max_rank)
+    search = _search_tt if layout == "tt" else _search_ttm
+    return search(in_features, out_features, max_rank, most)
+
+
+def _check_positive(in_features: int, out_features: int, max_rank: int) -> None:
     numbers = {"in_features": in_features, "out_features": out_features, "max_rank": max_rank}
     for name, value in numbers.items():
         if value < 1:
             raise SpecError(
                 f"{name} is not positive", got=value, expected="at least 1", mend="give an int >= 1"
             )
-    search = _search_tt if layout == "tt" else _search_ttm
-    return search(in_features, out_features, max_rank)
+
+
+def choose_wide(in_features: int, out_features: int, *, max_rank: int) -> TTSpec:
+    """Choose modes and ranks for a table that trains from scratch, in layout "tt".
+
+    A side has two modes. Its outer core keeps half of the first one, and its inner core, which
+    holds nearly all of its parameters, takes that to the middle rank. So rows share little: they
+    are nearly as free as those of two plain factors of that rank, at half their size.
+
+    Args:
+        in_features: Rows of the table.
+        out_features: Width of the table.
+        max_rank: Rank of the middle bond, before it is cut to what it can use.
+
+    Returns:
+        The same spec for the same arguments, always.
+
+    Raises:
+        SpecError: If a size or the rank is not positive.
+
+    Example:
+        >>> spec = choose_wide(4096, 256, max_rank=40)
+        >>> spec.in_modes, spec.out_modes, spec.ranks
+        ((64, 64), (16, 16), (1, 32, 40, 8, 1))
+    """
+    _check_positive(in_features, out_features, max_rank)
+    in_modes, out_modes = _evenly(in_features), _evenly(out_features)[::-1]
+    ranks = (1, *_outer(in_modes), max_rank, *_outer(out_modes[::-1]), 1)
+    return TTSpec("tt", in_modes, out_modes, ranks).clipped()
+
+
+def _evenly(size: int) -> Modes:
+    """Return the two modes of a side, the smaller one at the end; one if the side is small."""
+    if size < SINGLE_MODE_BELOW:
+        return (size,)
+    sets = _mode_sets(size, 2)
+    return min(sets, key=lambda modes: (_weight(modes, size), modes))[::-1]
+
+
+def _outer(modes: Modes) -> Modes:
+    """Return the rank between the two modes of a side, if it has two."""
+    return (max(1, round(OUTER_SHARE * modes[0])),) if len(modes) > 1 else ()
 
 
 @lru_cache(maxsize=1024)
-def _search_tt(in_features: int, out_features: int, max_rank: int) -> ModeChoice:
+def _search_tt(in_features: int, out_features: int, max_rank: int, most: int) -> ModeChoice:
     # Ranks grow from both ends to the middle bond, so the sides do not affect each other and the
     # out side is an in side read backwards.
-    in_modes = _best_side(in_features, out_features, max_rank)
-    out_modes = _best_side(out_features, in_features, max_rank)[::-1]
+    in_modes = _best_side(in_features, out_features, max_rank, most)
+    out_modes = _best_side(out_features, in_features, max_rank, most)[::-1]
     return ModeChoice(in_modes, out_modes)
 
 
-def _best_side(size: int, other_size: int, max_rank: int) -> Modes:
+def _best_side(size: int, other_size: int, max_rank: int, most: int) -> Modes:
     """Modes of one side, from the end of the chain to its middle."""
 
     def score(modes: Modes) -> float:
@@ -125,14 +180,16 @@ def _best_side(size: int, other_size: int, max_rank: int) -> Modes:
         return _num_params(ranks, sizes, len(modes)) * (_weight(modes, size) + extra)
 
     fewest = 1 if size < SINGLE_MODE_BELOW else 2
-    sets = [modes for num in range(fewest, MAX_MODES + 1) for modes in _mode_sets(size, num)]
+    sets = [
+        modes for num in range(fewest, max(fewest, most) + 1) for modes in _mode_sets(size, num)
+    ]
     sets = sorted(sets, key=lambda modes: (score(modes), modes))[:SHORTLIST]
     orders = {order for modes in sets for order in permutations(modes)}
     return min(orders, key=lambda modes: (score(modes), modes))
 
 
 @lru_cache(maxsize=1024)
-def _search_ttm(in_features: int, out_features: int, max_rank: int) -> ModeChoice:
+def _search_ttm(in_features: int, out_features: int, max_rank: int, most: int) -> ModeChoice:
     def score(choice: ModeChoice) -> float:
         sizes = [n * m for n, m in zip(choice.in_modes, choice.out_modes, strict=True)]
         num = len(sizes)
@@ -140,9 +197,10 @@ def _search_ttm(in_features: int, out_features: int, max_rank: int) -> ModeChoic
         weight = _weight(choice.in_modes, in_features) + _weight(choice.out_modes, out_features)
         return _num_params(ranks, sizes, num) * (weight - 1.0)
 
+    fewest = 2 if max(in_features, out_features) > 3 else 1
     choices = [
         choice
-        for num in range(2 if max(in_features, out_features) > 3 else 1, MAX_MODES + 1)
+        for num in range(fewest, max(fewest, most) + 1)
         for in_modes in _shortlist(in_features, num)
         for out_modes in _shortlist(out_features, num)
         for choice in _orders(in_modes, out_modes)

@@ -53,6 +53,15 @@ def test_linear_layers_get_tt_and_embeddings_ttm():
     assert choices["0"].spec.in_size >= 100
 
 
+def test_tables_that_train_from_scratch_get_two_wide_cores():
+    table = nn.Sequential(nn.Embedding(4096, 256))
+    spec = choose(table, init="random", max_rank=32)["0"].spec
+    assert spec == TTSpec("ttm", (64, 64), (16, 16), (1, 32, 1))
+    decomposed = choose(table, init="decompose", max_rank=32)["0"].spec
+    assert decomposed is not None
+    assert len(decomposed.in_modes) > 2
+
+
 def test_modes_ranks_and_layouts_are_taken_by_the_first_pattern_that_matches():
     model = nn.ModuleDict({"a": linear(), "b": linear(), "c": linear()})
     choices = choose(

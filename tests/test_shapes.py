@@ -50,6 +50,19 @@ def test_an_embedding_takes_fewer_parameters_than_the_modes_of_the_paper():
     assert prod(choice.in_modes) < 32_000
 
 
+@pytest.mark.parametrize("layout", ["tt", "ttm"])
+@pytest.mark.parametrize("most", [2, 3, 4])
+def test_a_side_has_at_most_the_modes_asked_for(layout, most):
+    for sizes in ((4096, 256), (768, 3072), (30522, 768)):
+        choice = choose_modes(*sizes, layout=layout, max_rank=16, most=most)
+        assert max(len(choice.in_modes), len(choice.out_modes)) <= most
+
+
+def test_two_modes_a_side_are_even_ones():
+    choice = choose_modes(4096, 256, layout="ttm", max_rank=16, most=2)
+    assert choice == ModeChoice((64, 64), (16, 16))
+
+
 def test_the_two_sides_of_a_tt_mirror_each_other():
     one = choose_modes(768, 3072, layout="tt", max_rank=30)
     other = choose_modes(3072, 768, layout="tt", max_rank=30)
