@@ -3,7 +3,7 @@
 A method makes a ``Run`` of a ``Setup``: a model, its optimizers, and what it does around a step.
 All compress the same layers; at the end these hold at most ``Setup.target`` parameters, except
 where weights stay dense. All train the weights of these layers at one rate and the rest of the
-model at the same multiple of it; "dense_one_rate" shows what dense gains or loses by that.
+model at another.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from bench.adalora import Budget, orthogonality
 from bench.galore import GaLoreAdamW
 from bench.low_rank import LowRankLayer, low_rank_of, put, ranks_within
+from bench.study_search import Rates
 from bench.study_task import Task, compressed_layers
 from comera_fx import OptimizeConfig, RankAdapter, RankConfig, optimize, param_groups
 from comera_fx.errors import ConfigError
 from comera_fx.modules import TTModule, tt_modules
-from comera_fx.train.groups import REST_LR_SCALE
 
 Shapes = dict[str, Any]
 """Layer name to what its size depends on: a rank, or input modes, output modes and ranks."""
@@ -44,7 +44,7 @@ class Setup:
     Args:
         task: What is trained.
         seed: Seed of the model.
-        rate: Peak learning rate.
+        rates: Peak learning rates.
         steps: Length of the run.
         target: Parameters that the compressed layers may hold at the end.
         shapes: Sizes to start at, as a run has ended with; by default, the method's own.
@@ -52,7 +52,7 @@ class Setup:
 
     task: Task
     seed: int
-    rate: float
+    rates: Rates
     steps: int
     target: int
     shapes: Shapes | None = None
@@ -116,13 +116,7 @@ class Run:
 def _dense(setup: Setup) -> Run:
     model = setup.task.dense(setup.seed)
     layers = compressed_layers(model, setup.task.config)
-    return Run(model, list(layers), adamw(_groups(model, layers, setup.rate), setup.rate))
-
-
-def _dense_one_rate(setup: Setup) -> Run:
-    model = setup.task.dense(setup.seed)
-    layers = compressed_layers(model, setup.task.config)
-    return Run(model, list(layers), adamw(model.parameters(), setup.rate))
+    return Run(model, list(layers), adamw(_groups(model, layers, setup.rates)))
 
 
 class GaLoreRun(Run):
@@ -146,10 +140,11 @@ def _galore(setup: Setup) -> Run:
     matrices = [model.get_parameter(f"{name}.weight") for name in layers]
     taken = {id(matrix) for matrix in matrices}
     rest = [p for p in model.parameters() if id(p) not in taken]
-    galore = GaLoreAdamW(matrices, setup.rate, **GALORE)
+    rate, over = setup.rates
     # Matrices move by the scale times their rate.
-    rest_rate = REST_LR_SCALE * GALORE["scale"] * setup.rate
-    return GaLoreRun(model, list(layers), galore, adamw(rest, rest_rate))
+    rest_group = {"params": rest, "lr": over * GALORE["scale"] * rate}
+    galore = GaLoreAdamW(matrices, rate, **GALORE)
+    return GaLoreRun(model, list(layers), galore, adamw([rest_group]))
 
 
 # ---- two factors ----
@@ -157,14 +152,14 @@ def _galore(setup: Setup) -> Run:
 
 def _low_rank(setup: Setup) -> Run:
     model, layers = _with_factors(setup, setup.target, with_scale=False)
-    return Run(model, list(layers), adamw(_groups(model, layers, setup.rate), setup.rate))
+    return Run(model, list(layers), adamw(_groups(model, layers, setup.rates)))
 
 
 class AdaLoRARun(Run):
     """A low-rank model whose ranks are given by importance."""
 
     def __init__(self, model: nn.Module, layers: dict[str, LowRankLayer], setup: Setup) -> None:
-        optimizer = adamw(_groups(model, layers, setup.rate), setup.rate)
+        optimizer = adamw(_groups(model, layers, setup.rates))
         super().__init__(model, list(layers), optimizer)
         self.budget = Budget(layers, setup.target, setup.steps, prune_every=setup.prune_every)
         self._cut_every = setup.prune_every
@@ -221,8 +216,8 @@ def matrix_shape(layer: nn.Module) -> tuple[int, int]:
 
 def _tt(setup: Setup) -> Run:
     model, layers = _in_tt_form(setup, setup.target)
-    groups = [group for group in param_groups(model, setup.rate) if group["params"]]
-    return Run(model, layers, adamw(groups, setup.rate))
+    groups = [group for group in _tt_groups(model, setup.rates) if group["params"]]
+    return Run(model, layers, adamw(groups))
 
 
 class AdapterRun(Run):
@@ -231,7 +226,7 @@ class AdapterRun(Run):
     def __init__(
         self, model: nn.Module, layers: list[str], setup: Setup, config: RankConfig
     ) -> None:
-        super().__init__(model, layers, adamw(param_groups(model, setup.rate), setup.rate))
+        super().__init__(model, layers, adamw(_tt_groups(model, setup.rates)))
         self.adapter = RankAdapter(model, self.optimizers[0], config)
 
     @property
@@ -337,13 +332,17 @@ def of_shapes(config: OptimizeConfig, shapes: Shapes) -> OptimizeConfig:
 # ---- what they share ----
 
 
-def adamw(params: Any, rate: float) -> torch.optim.Optimizer:
-    """Return AdamW without weight decay, fused."""
-    return torch.optim.AdamW(params, lr=rate, weight_decay=0.0, fused=True)
+def adamw(groups: list[Shapes]) -> torch.optim.Optimizer:
+    """Return AdamW without weight decay, fused; every group has its rate."""
+    return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
 
-def _groups(model: nn.Module, layers: Mapping[str, nn.Module], rate: float) -> list[Shapes]:
-    """Return weights of the compressed layers, and the rest at the multiple that TT models have."""
+def _tt_groups(model: nn.Module, rates: Rates) -> list[Shapes]:
+    return param_groups(model, rates.rate, rest_lr=rates.rest * rates.rate)
+
+
+def _groups(model: nn.Module, layers: Mapping[str, nn.Module], rates: Rates) -> list[Shapes]:
+    """Return weights of the compressed layers, and the rest."""
     weights = [
         parameter
         for layer in layers.values()
@@ -352,7 +351,7 @@ def _groups(model: nn.Module, layers: Mapping[str, nn.Module], rate: float) -> l
     ]
     taken = {id(weight) for weight in weights}
     rest = [p for p in model.parameters() if id(p) not in taken]
-    return [{"params": weights, "lr": rate}, {"params": rest, "lr": REST_LR_SCALE * rate}]
+    return [{"params": weights, "lr": rates.rate}, {"params": rest, "lr": rates.rest * rates.rate}]
 
 
 def _weight_params(layer: nn.Module) -> int:
@@ -405,8 +404,7 @@ METHODS: dict[str, Method] = {
     "adalora": Method(
         _adalora, lambda setup: {"larger": LARGER_ADALORA, "penalty": ORTHOGONALITY}, adapts=True
     ),
-    "galore": Method(_galore, lambda setup: {**GALORE, "rest": "scaled"}, size="dense"),
-    "dense_one_rate": Method(_dense_one_rate, lambda setup: {}, size="dense"),
+    "galore": Method(_galore, lambda setup: GALORE, size="dense"),
 }
 """By name, the ones first that a study runs first."""
 FIRST = ("dense", "tt", "low_rank", "ours")

@@ -3,8 +3,9 @@
 What a study does, run by run, each a row of a CSV file that is appended as the run ends:
 
 1. Every method trains at rates of one shared grid, on a seed that is not reported, and is measured
-   on the data's validation part: from the middle of the grid on, until both neighbours of the best
-   rate are known to be worse. The best rate is the method's own from there on.
+   on the data's validation part: from the middle of the grid on, until all around the best ones
+   are known to be worse. There are two rates, of the compressed layers' weights and of the rest of
+   the model. The best ones are the method's own from there on.
 2. Steps of all methods are timed in turns, in one process.
 3. Every method trains at its rate on the reported seeds: for the task's number of steps, and for
    as many as fit into the time that the dense model takes, with the schedule over all of them.
@@ -30,16 +31,15 @@ import torch
 from bench.methods import FIRST, METHODS, Setup
 from bench.options import RESULTS
 from bench.study_child import Job, Source, Timing, work_apart
-from bench.study_rows import DENSE_TIME, KEY, as_text, end_line, key_of, latest, mean_ms, read_rows
+from bench.study_rows import KEY, as_text, end_line, key_of, latest, mean_ms, read_rows
+from bench.study_search import RATES, RESTS, Rates, best_rates, is_selection, next_rates, rates_of
 from bench.study_table import write_report
 from bench.study_task import DEFAULT_RATIO, SELECTION_SEED, Task, digest, target_params
 from bench.timing import Row, append_rows
 from comera_fx.errors import ConfigError
-from comera_fx.train.groups import REST_LR_SCALE
 
-RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (0, 1, 2)
-QUICK_RATES, QUICK_SEEDS, QUICK_ROUNDS = (3e-3,), (0,), 2
+QUICK_RATES, QUICK_RESTS, QUICK_SEEDS, QUICK_ROUNDS = (3e-3,), (1.0,), (0,), 2
 ROUNDS = 20
 QUICK_RESULTS = Path("build/studies")
 RESULT = (
@@ -49,8 +49,8 @@ RESULT = (
 )
 """Columns of a row, beside its key and what ``append_rows`` adds."""
 Work = Callable[[Source, Job | Timing], list[Row]]
-Planned = tuple[str, str, int, float, int]
-"""Method, budget, seed, rate and steps of a run."""
+Planned = tuple[str, str, int, Rates, int]
+"""Method, budget, seed, rates and steps of a run."""
 
 
 @dataclass
@@ -61,7 +61,8 @@ class Study:
         source: Where the task comes from.
         folder: Where the files are.
         methods: What is compared.
-        rates: Rates to choose from.
+        rates: Rates of the compressed layers' weights to choose from.
+        rests: Rates of the rest of the model to choose from, over these.
         seeds: Seeds to report.
         rounds: Turns in which steps are timed.
         jobs: Runs at a time, which share the threads; steps are timed alone, on all of them.
@@ -77,6 +78,7 @@ class Study:
     folder: Path
     methods: Sequence[str] = tuple(METHODS)
     rates: Sequence[float] = RATES
+    rests: Sequence[float] = RESTS
     seeds: Sequence[int] = SEEDS
     rounds: int = ROUNDS
     jobs: int = 1
@@ -103,6 +105,7 @@ class Study:
                 mend="correct --only",
             )
         self.task: Task = self.source.load()
+        self.grid = [Rates(rate, rest) for rate in self.rates for rest in self.rests]
         self.target = target_params(self.task, self.source.ratio)
         self.digests = {name: self._digest(name) for name in METHODS}
         self.csv = self.folder / f"{self.task.name}.csv"
@@ -115,7 +118,7 @@ class Study:
         """Do every run that is missing, as long as there is time."""
         for group in self._groups():
             self._each(self._search, group)
-            chosen = [name for name in group if self.best_rate(name) is not None]
+            chosen = [name for name in group if self.best_rates(name) is not None]
             self._time(chosen)
             self._each(
                 lambda run: self._run(*run),
@@ -127,15 +130,15 @@ class Study:
                 ],
             )
 
-    def best_rate(self, method: str) -> float | None:
-        """Return the rate of the best quality on the seed that is not reported.
+    def best_rates(self, method: str) -> Rates | None:
+        """Return the rates of the best quality on the seed that is not reported.
 
-        ``None``, if no rate gave one, or while a neighbour of it in ``rates`` has not been tried.
+        ``None``, if none gave one, or while there are others to try.
         """
         rows = self.rows_of(method)
-        if next_rate(rows, self.task, self.rates) is not None:
+        if next_rates(rows, self.task, self.grid) is not None:
             return None
-        return best_rate(rows, self.task, self.rates)
+        return best_rates(rows, self.task, self.grid)
 
     def rows_of(self, method: str) -> list[dict[str, Any]]:
         """Return the rows of a method at the present settings."""
@@ -158,50 +161,54 @@ class Study:
     # ---- runs ----
 
     def _of_seed(self, method: str, seed: int) -> Iterator[Planned]:
-        rate = self.best_rate(method)
-        assert rate is not None, "methods without a rate are not run"
-        yield method, "steps", seed, rate, self.task.steps
+        rates = self.best_rates(method)
+        assert rates is not None, "methods without rates are not run"
+        yield method, "steps", seed, rates, self.task.steps
         steps = self._steps_in_time(method)
-        if method not in DENSE_TIME and steps is not None:
-            yield method, "time", seed, rate, steps
+        if method != "dense" and steps is not None:
+            yield method, "time", seed, rates, steps
 
     def _steps_in_time(self, method: str) -> int | None:
         """Return how many steps of a method fit into the time of all of the dense model's."""
-        timing, rate = self.timing_of(method), self.best_rate(method)
-        chosen = [r for r in self.rows_of(method) if _is_selection(r) and r["rate"] == rate]
-        if timing is None or not chosen:
+        timing, chosen = self.timing_of(method), self._chosen_row(method)
+        if timing is None or chosen is None:
             return None
-        return max(1, int(self.task.steps * timing["dense_ms"] / mean_ms(timing, chosen[-1])))
+        return max(1, int(self.task.steps * timing["dense_ms"] / mean_ms(timing, chosen)))
+
+    def _chosen_row(self, method: str) -> dict[str, Any] | None:
+        """Return the run at the best rates on the seed that is not reported."""
+        rates = self.best_rates(method)
+        rows = [r for r in self.rows_of(method) if is_selection(r) and rates_of(r) == rates]
+        return rows[-1] if rows else None
 
     def _each(self, do: Callable[[Any], None], items: Iterable[Any]) -> None:
         with ThreadPoolExecutor(self.jobs) as pool:
             list(pool.map(do, items))
 
     def _search(self, method: str) -> None:
-        """Try rates until the best of them is known; each is a run."""
-        failed = [
-            row["rate"] for row in self.rows_of(method) if row["failure"] and _is_selection(row)
-        ]
-        for rate in failed if self.retry else ():
-            self._run(method, "steps", SELECTION_SEED, rate, self.task.steps)
-        tried: set[float] = set()
-        while (rate := next_rate(self.rows_of(method), self.task, self.rates)) is not None:
-            if rate in tried:  # no time is left for it
+        """Try rates until the best of them are known; each is a run."""
+        rows = [row for row in self.rows_of(method) if row["failure"] and is_selection(row)]
+        for row in rows if self.retry else ():
+            self._run(method, "steps", SELECTION_SEED, rates_of(row), self.task.steps)
+        tried: set[Rates] = set()
+        while (rates := next_rates(self.rows_of(method), self.task, self.grid)) is not None:
+            if rates in tried:  # no time is left for it
                 return
-            tried.add(rate)
-            self._run(method, "steps", SELECTION_SEED, rate, self.task.steps)
+            tried.add(rates)
+            self._run(method, "steps", SELECTION_SEED, rates, self.task.steps)
 
-    def _run(self, method: str, budget: str, seed: int, rate: float, steps: int) -> None:
-        values = (self.task.name, method, budget, seed, rate, self.digests[method])
+    def _run(self, method: str, budget: str, seed: int, rates: Rates, steps: int) -> None:
+        values = (self.task.name, method, budget, seed, *rates, self.digests[method])
         key: Row = dict(zip(KEY, values, strict=True))
         done = {key_of(row): row for row in self.rows}.get(key_of(key))
         if self._is_late() or (done and not (self.retry and done["failure"])):
             return
-        name = f"{self.task.name}: {method}, seed {seed}, rate {rate:g}, {steps} steps"
+        shown = f"rates {rates.rate:g} x{rates.rest:g}"
+        name = f"{self.task.name}: {method}, seed {seed}, {shown}, {steps} steps"
         print(name, flush=True)
         found: Row = dict.fromkeys(RESULT, "")
         try:
-            found |= self.work(self._share(), Job(method, seed, rate, steps))[0]
+            found |= self.work(self._share(), Job(method, seed, *rates, steps))[0]
         except KeyboardInterrupt:
             self._is_stopped = True
             raise
@@ -226,7 +233,8 @@ class Study:
         missing = [name for name in methods if self.timing_of(name) is None]
         if not missing or self._is_late():
             return
-        shapes = {name: self._final_shapes(name) for name in missing if METHODS[name].adapts}
+        chosen = {name: self._chosen_row(name) for name in missing if METHODS[name].adapts}
+        shapes = {name: row["shapes"] for name, row in chosen.items() if row is not None}
         names = ("dense", *(name for name in missing if name != "dense"))
         print(f"{self.task.name}: steps of {', '.join(names)} in turns", flush=True)
         try:
@@ -241,12 +249,6 @@ class Study:
                 for row in rows
             ],
         )
-
-    def _final_shapes(self, method: str) -> object:
-        """Return the sizes that the run at the best rate has ended with."""
-        rate = self.best_rate(method)
-        rows = [r for r in self.rows_of(method) if _is_selection(r) and r["rate"] == rate]
-        return rows[-1]["shapes"]
 
     # ---- what is there ----
 
@@ -273,12 +275,11 @@ class Study:
 
     def _digest(self, method: str) -> str:
         task = self.task
-        setup = Setup(task, SELECTION_SEED, 1e-3, task.steps, self.target)
+        setup = Setup(task, SELECTION_SEED, Rates(1e-3, 1.0), task.steps, self.target)
         return digest(
             {
                 "task": {**task.settings, "steps": task.steps, "clip": task.clip_norm},
                 "schedule": (task.warmup_steps, task.final_rate),
-                "rest": REST_LR_SCALE,
                 "layers": str(task.config),
                 "ratio": self.source.ratio,
                 "device": task.device,
@@ -286,49 +287,6 @@ class Study:
                 "settings": METHODS[method].settings(setup),
             }
         )
-
-
-def best_rate(rows: Sequence[dict[str, Any]], task: Task, rates: Sequence[float]) -> float | None:
-    """Return the rate of the best quality among the rows that are not reported, if one has any.
-
-    Args:
-        rows: Of one method.
-        task: Says what is better.
-        rates: Rates to choose from.
-    """
-    tried = {row["rate"]: row["quality"] for row in rows if _is_selection(row)}
-    best: float | None = None
-    for rate in sorted(set(rates) & set(tried)):
-        quality = tried[rate]
-        if math.isfinite(quality) and (best is None or task.is_better(quality, tried[best])):
-            best = rate
-    return best
-
-
-def next_rate(rows: Sequence[dict[str, Any]], task: Task, rates: Sequence[float]) -> float | None:
-    """Return the rate to try next; ``None`` once the best one is known.
-
-    It is known when the rates above and below it in the grid have been tried. While all have
-    failed, lower ones are tried.
-
-    Args:
-        rows: Of one method.
-        task: Says what is better.
-        rates: The grid.
-    """
-    grid = sorted(rates)
-    tried = {row["rate"] for row in rows if _is_selection(row)} & set(grid)
-    if not tried:
-        return grid[len(grid) // 2]
-    best = best_rate(rows, task, rates)
-    place = grid.index(min(tried) if best is None else best)
-    around = (place - 1,) if best is None else (place + 1, place - 1)
-    untried = [grid[i] for i in around if 0 <= i < len(grid) and grid[i] not in tried]
-    return untried[0] if untried else None
-
-
-def _is_selection(row: Row) -> bool:
-    return row["seed"] == SELECTION_SEED and row["budget"] == "steps"
 
 
 # ---- command line ----
@@ -353,6 +311,7 @@ def main(module: str, description: str | None, arguments: Sequence[str] | None =
         options.results or default,
         methods=options.only or tuple(METHODS),
         rates=options.rates or (QUICK_RATES if quick else RATES),
+        rests=options.rests or (QUICK_RESTS if quick else RESTS),
         seeds=options.seeds or (QUICK_SEEDS if quick else SEEDS),
         rounds=QUICK_ROUNDS if quick else ROUNDS,
         jobs=options.jobs,
@@ -370,6 +329,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--only", type=_names, help="methods to run, with commas between them")
     parser.add_argument("--seeds", type=_of(int), help="seeds to report, with commas")
     parser.add_argument("--rates", type=_of(float), help="rates to choose from, with commas")
+    parser.add_argument("--rests", type=_of(float), help="rates of the rest of the model, over it")
     parser.add_argument("--jobs", type=_count, default=1, help="runs at a time; 1 by default")
     parser.add_argument("--minutes", type=float, help="start no run after so many minutes")
     parser.add_argument("--ratio", type=float, default=DEFAULT_RATIO, help="dense over small")

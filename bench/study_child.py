@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bench.methods import Setup
+from bench.study_search import Rates
 from bench.study_task import SELECTION_SEED, Part, Task, target_params
 from bench.study_train import time_steps, train
 from bench.timing import Row
@@ -56,13 +57,15 @@ class Job:
     Args:
         method: How to train.
         seed: Seed of model and batches.
-        rate: Peak learning rate.
+        rate: Peak learning rate of the compressed layers' weights.
+        rest: That of the rest of the model, over it.
         steps: Length.
     """
 
     method: str
     seed: int
     rate: float
+    rest: float
     steps: int
 
 
@@ -86,9 +89,9 @@ def work(source: Source, job: Job | Timing) -> list[Row]:
     task = source.load()
     target = target_params(task, source.ratio)
     if isinstance(job, Timing):
-        setup = Setup(task, SELECTION_SEED, 1e-3, task.steps, target)
+        setup = Setup(task, SELECTION_SEED, Rates(1e-3, 1.0), task.steps, target)
         return time_steps(dict.fromkeys(job.methods, setup), job.shapes, job.rounds)
-    setup = Setup(task, job.seed, job.rate, job.steps, target)
+    setup = Setup(task, job.seed, Rates(job.rate, job.rest), job.steps, target)
     part: Part = "validation" if job.seed == SELECTION_SEED else "test"
     return [train(setup, job.method, part)]
 

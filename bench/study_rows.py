@@ -13,9 +13,7 @@ from bench.timing import Row
 
 Rows = Sequence[dict[str, Any]]
 
-DENSE_TIME = ("dense", "dense_one_rate")
-"""Methods whose steps are those of the dense model: at equal time they take equally many."""
-KEY = ("task", "method", "budget", "seed", "rate", "digest")
+KEY = ("task", "method", "budget", "seed", "rate", "rest", "digest")
 """What makes two runs the same."""
 _INTEGERS = (
     "seed",
@@ -29,7 +27,7 @@ _INTEGERS = (
     "rounds",
 )
 _NUMBERS = (
-    *("rate", "quality", "step_ms", "seconds", "cut_share", "ratio"),
+    *("rate", "rest", "quality", "step_ms", "seconds", "cut_share", "ratio"),
     *("start_ms", "final_ms", "dense_ms"),
 )
 _STRUCTURES = ("curve", "shapes")

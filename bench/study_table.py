@@ -9,9 +9,9 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from bench.methods import METHODS
-from bench.study_rows import DENSE_TIME, mean_ms
+from bench.study_rows import mean_ms
+from bench.study_search import Rates, rates_of
 from bench.study_task import SELECTION_SEED
-from comera_fx.train.groups import REST_LR_SCALE
 
 if TYPE_CHECKING:
     from bench.study import Study
@@ -36,7 +36,7 @@ def table(study: Study) -> str:
     task = study.task
     heading = (
         "method",
-        "rate",
+        "rates",
         "equal steps",
         "to dense",
         "equal time",
@@ -57,36 +57,35 @@ def table(study: Study) -> str:
         f"{task.quality}, {task.better} is better; mean and standard deviation over seeds. "
         f"{task.steps} steps, or as many as fit into the dense model's time. Compressed layers "
         f"hold at most {study.target:,} parameters at the end, a share of 1 / "
-        f"{study.source.ratio:g}, except where weights stay dense (dense, dense_one_rate, galore). "
-        f"Rates: those of the compressed layers' weights, the best of those tried on seed "
-        f"{SELECTION_SEED}, which is not reported, on data for validation; the rest of the model "
-        f"has {REST_LR_SCALE:g} times the rate, except in dense_one_rate.",
+        f"{study.source.ratio:g}, except where weights stay dense (dense, galore). Rates: of the "
+        f"compressed layers' weights, times that of the rest of the model over it; the best of "
+        f"those tried on seed {SELECTION_SEED}, which is not reported, on data for validation.",
         "",
     ]
     return "\n".join([*notes, *("| " + " | ".join(row) + " |" for row in rows), ""])
 
 
 def reported(study: Study, method: str, budget: str) -> dict[int, dict[str, Any]]:
-    """Return the reported runs of a method at its best rate, failed ones among them, by seed.
+    """Return the reported runs of a method at its best rates, failed ones among them, by seed.
 
     The dense model has all the time that it takes: both budgets are one.
     """
-    rate = study.best_rate(method)
-    budget = "steps" if method in DENSE_TIME else budget
+    rates = study.best_rates(method)
+    budget = "steps" if method == "dense" else budget
     return {
         row["seed"]: row
         for row in study.rows_of(method)
-        if (row["budget"], row["rate"]) == (budget, rate) and row["seed"] != SELECTION_SEED
+        if (row["budget"], rates_of(row)) == (budget, rates) and row["seed"] != SELECTION_SEED
     }
 
 
 def _cells(study: Study, method: str, dense: Runs) -> list[str]:
-    rate, timing = study.best_rate(method), study.timing_of(method)
+    rates, timing = study.best_rates(method), study.timing_of(method)
     steps, timed = reported(study, method, "steps"), reported(study, method, "time")
     small = " (above the target)" if _is_too_large(study, method, steps.values()) else ""
     return [
         method,
-        BLANK if rate is None else f"{rate:g}" + _edge(study, rate),
+        BLANK if rates is None else f"{rates.rate:g} x{rates.rest:g}" + _edge(study, rates),
         *_qualities(steps, dense, is_dense=method == "dense"),
         *_qualities(timed, dense, is_dense=method == "dense"),
         _mean(steps.values(), "ratio", "{:.2f}x") + small,
@@ -98,9 +97,9 @@ def _cells(study: Study, method: str, dense: Runs) -> list[str]:
     ]
 
 
-def _edge(study: Study, rate: float) -> str:
+def _edge(study: Study, rates: Rates) -> str:
     """Say that a better rate may lie outside of the grid."""
-    return " (edge of the grid)" if rate in (min(study.rates), max(study.rates)) else ""
+    return " (edge of the grid)" if rates.rate in (min(study.rates), max(study.rates)) else ""
 
 
 def _qualities(runs: Runs, dense: Runs, *, is_dense: bool) -> tuple[str, str]:

@@ -239,7 +239,7 @@ def warm_up() -> None:
     example = torch.ones(1, 64)
     # Example inputs have the model exported, which loads more than all else.
     for model in (nn.Linear(64, 64), optimize(nn.Linear(64, 64), example, config=config)):
-        optimizer = adamw(model.parameters(), 1e-3)
+        optimizer = adamw([{"params": list(model.parameters()), "lr": 1e-3}])
         model(torch.ones(256, 64)).square().sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

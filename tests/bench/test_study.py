@@ -6,13 +6,13 @@ from threading import Barrier
 
 import pytest
 
-from bench.study import Study, best_rate, next_rate
+from bench.study import Study
 from bench.study_child import Job, Timing
 from bench.study_rows import key_of, mean_ms, read_rows
+from bench.study_search import Rates
 from bench.study_task import SELECTION_SEED
 from comera_fx.errors import ConfigError
-from tests.bench.study_tasks import make_task
-from tests.bench.told import FIRST_RATE, SECOND_RATE, SOURCE, Told, make
+from tests.bench.told import FIRST_RATE, SECOND, SECOND_RATE, SOURCE, Told, make
 
 
 def test_rates_are_chosen_first_and_on_a_seed_that_is_not_reported(tmp_path):
@@ -29,56 +29,25 @@ def test_rates_are_chosen_first_and_on_a_seed_that_is_not_reported(tmp_path):
     assert {job.seed for job in reported} == {0, 1}
     assert {job.rate for job in reported if job.method == "tt"} == {SECOND_RATE}
     assert {job.rate for job in reported if job.method == "dense"} == {FIRST_RATE}
-    assert study.best_rate("tt") == SECOND_RATE
+    assert study.best_rates("tt") == SECOND
 
 
-def test_reported_rows_never_choose_a_rate():
-    rows = [
-        {"seed": SELECTION_SEED, "budget": "steps", "rate": FIRST_RATE, "quality": 0.5},
-        {"seed": 0, "budget": "steps", "rate": SECOND_RATE, "quality": 0.1},
-        {"seed": SELECTION_SEED, "budget": "time", "rate": SECOND_RATE, "quality": 0.1},
-    ]
-    assert best_rate(rows, make_task(), (FIRST_RATE,)) == FIRST_RATE
-    assert best_rate(rows, make_task(), (SECOND_RATE,)) is None
+@pytest.mark.parametrize("method", ["dense", "tt"])
+def test_all_methods_choose_the_rate_of_the_rest_as_well(tmp_path, method):
+    told = Told(better=lambda job: job.rest == 5.0 and job.rate == FIRST_RATE)
+    study = make(tmp_path, told, methods=(method,), rests=(1.0, 5.0))
+    study.run()
+    assert study.best_rates(method) == Rates(FIRST_RATE, 5.0)
+    assert {job.rest for job in told.runs if job.seed == 0} == {5.0}
 
 
-@pytest.mark.parametrize(
-    ("qualities", "tried"),
-    [
-        ({1: 0.9, 2: 0.5, 3: 0.4, 4: 0.6, 5: 0.1}, [3, 4, 2]),
-        ({1: 0.3, 2: 0.2, 3: 0.4, 4: 0.6, 5: 0.1}, [3, 4, 2, 1]),
-        ({1: 0.1, 2: 0.5, 3: 0.4, 4: 0.3, 5: 0.2}, [3, 4, 5]),
-        ({1: 0.5, 2: math.nan, 3: math.nan, 4: 0.1, 5: 0.1}, [3, 2, 1]),
-        (dict.fromkeys(range(1, 6), math.nan), [3, 2, 1]),
-    ],
-)
-def test_rates_are_tried_until_both_neighbours_of_the_best_are_known(qualities, tried):
-    rows, order = [], []
-    while (rate := next_rate(rows, make_task(), tuple(qualities))) is not None:
-        order.append(rate)
-        quality = qualities[rate]
-        rows.append({"seed": SELECTION_SEED, "budget": "steps", "rate": rate, "quality": quality})
-    assert order == tried
-
-
-def test_a_search_that_time_ends_gives_no_rate(tmp_path):
+def test_a_search_that_time_ends_gives_no_rates(tmp_path):
     study = make(tmp_path, Told(), rates=(1e-3, 2e-3, 4e-3))
-    study._run("tt", "steps", SELECTION_SEED, 2e-3, 60)
-    assert study.best_rate("tt") is None
+    study._run("tt", "steps", SELECTION_SEED, Rates(2e-3, 1.0), 60)
+    assert study.best_rates("tt") is None
     study.minutes = 0.0
     study._search("tt")
     assert len(study.rows) == 1
-
-
-def test_the_better_direction_is_the_tasks_and_diverged_rates_lose():
-    tried = {1e-4: math.nan, 1e-3: 0.7, 3e-3: 0.2, 1e-2: math.nan}
-    rows = [
-        {"seed": SELECTION_SEED, "budget": "steps", "rate": rate, "quality": quality}
-        for rate, quality in tried.items()
-    ]
-    assert best_rate(rows, make_task(better="lower"), tuple(tried)) == 3e-3
-    assert best_rate(rows, make_task(better="higher"), tuple(tried)) == 1e-3
-    assert best_rate(rows[:1], make_task(), (1e-4,)) is None
 
 
 def test_the_methods_that_matter_most_are_done_before_the_others_begin(tmp_path):
@@ -172,6 +141,7 @@ def test_rows_of_other_settings_are_run_again_and_not_shown(tmp_path):
         tmp_path,
         methods=("dense",),
         rates=(FIRST_RATE, SECOND_RATE),
+        rests=(1.0,),
         seeds=(0, 1),
         work=told,
     )
@@ -243,6 +213,6 @@ def test_a_method_that_is_none_is_named(tmp_path):
     assert str(caught.value) == (
         "a method is not known\n"
         "  got:      lora\n"
-        "  expected: of dense, tt, low_rank, ours, comera, adalora, galore, dense_one_rate\n"
+        "  expected: of dense, tt, low_rank, ours, comera, adalora, galore\n"
         "  mend:     correct --only"
     )

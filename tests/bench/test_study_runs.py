@@ -17,6 +17,7 @@ from bench.models.classifier import ClassifierSizes
 from bench.study import main
 from bench.study_child import Job, Timing, work, work_apart
 from bench.study_classes import classification
+from bench.study_search import Rates
 from bench.study_task import SELECTION_SEED, target_params
 from bench.study_train import PeakMemory, cut_share, evaluate, train
 from tests.bench.study_tasks import RATIO, make_task
@@ -24,7 +25,7 @@ from tests.bench.told import SOURCE, Told, make
 
 
 def test_a_run_gives_all_columns_and_is_the_same_every_time():
-    job = Job("ours", 0, 1e-2, 20)
+    job = Job("ours", 0, 1e-2, 1.0, 20)
     one, other = work(SOURCE, job)[0], work(SOURCE, job)[0]
     assert one["quality"] == other["quality"]
     assert one["start_params"] >= one["mean_params"] >= one["compressed_params"]
@@ -37,8 +38,8 @@ def test_a_run_gives_all_columns_and_is_the_same_every_time():
 def test_rates_are_chosen_on_validation_data_and_results_are_of_the_test_data():
     task = make_task()
     for seed, part in ((SELECTION_SEED, "validation"), (0, "test")):
-        row = work(SOURCE, Job("dense", seed, 1e-3, 1))[0]
-        setup = Setup(task, seed, 1e-3, 1, target_params(task, RATIO))
+        row = work(SOURCE, Job("dense", seed, 1e-3, 1.0, 1))[0]
+        setup = Setup(task, seed, Rates(1e-3, 1.0), 1, target_params(task, RATIO))
         assert row["quality"] == train(setup, "dense", part)["quality"]
     model = task.dense(0)
     assert evaluate(task, model, "validation", 1.0) != evaluate(task, model, "test", 1.0)
@@ -47,13 +48,13 @@ def test_rates_are_chosen_on_validation_data_and_results_are_of_the_test_data():
 def test_a_run_that_diverges_ends_early_without_quality():
     finite = make_task()
     task = replace(finite, loss=lambda model, batch: finite.loss(model, batch) * math.nan)
-    row = train(Setup(task, 0, 1e-3, 50, 700), "dense", "test")
+    row = train(Setup(task, 0, Rates(1e-3, 1.0), 50, 700), "dense", "test")
     assert math.isnan(row["quality"])
     assert row["failure"] == "diverged by step 10"
 
 
 def test_methods_are_timed_at_the_start_and_at_their_end():
-    shapes = {"ours": work(SOURCE, Job("ours", 0, 1e-2, 60))[0]["shapes"]}
+    shapes = {"ours": work(SOURCE, Job("ours", 0, 1e-2, 1.0, 60))[0]["shapes"]}
     rows = work(SOURCE, Timing(("dense", "ours", "galore"), shapes, rounds=2))
     assert [row["method"] for row in rows] == ["dense", "ours", "galore"]
     assert all(row["start_ms"] > 0 and row["final_ms"] > 0 for row in rows)
@@ -125,7 +126,7 @@ def test_classes_are_told_apart_by_every_kind_of_method():
     task = classification("words", data, steps=40, batch_size=16, sizes=sizes, dropout=0.0)
     target = target_params(task, 2.0)
     for method in ("dense", "tt", "low_rank"):
-        row = train(Setup(task, 0, 3e-3, 40, target), method, "test")
+        row = train(Setup(task, 0, Rates(3e-3, 1.0), 40, target), method, "test")
         assert row["quality"] > 0.9, method
     assert evaluate(task, task.dense(0), "test", 1.0) < 0.8
 
@@ -136,14 +137,14 @@ def test_classes_are_told_apart_by_every_kind_of_method():
 @pytest.mark.slow
 def test_a_child_that_fails_says_why():
     with pytest.raises(RuntimeError, match=r"^exit 1: KeyError: 'none'$"):
-        work_apart(SOURCE, Job("none", 0, 1e-3, 2))
+        work_apart(SOURCE, Job("none", 0, 1e-3, 1.0, 2))
 
 
 def test_a_child_that_was_killed_says_nothing_of_its_job(monkeypatch):
     done = subprocess.CompletedProcess([], -9, "", "")
     monkeypatch.setattr(study_child.subprocess, "run", lambda *_, **__: done)
     with pytest.raises(KeyboardInterrupt):
-        work_apart(SOURCE, Job("dense", 0, 1e-3, 1))
+        work_apart(SOURCE, Job("dense", 0, 1e-3, 1.0, 1))
 
 
 def test_a_child_prints_its_rows(monkeypatch, capsys):

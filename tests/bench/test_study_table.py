@@ -5,7 +5,7 @@ import math
 from bench.study_table import mean_curve, table, write_report
 from bench.study_task import SELECTION_SEED
 from tests.bench.study_tasks import RATIO
-from tests.bench.told import FIRST_RATE, SECOND_RATE, SIZES, Told, make
+from tests.bench.told import FIRST, FIRST_RATE, SECOND, SIZES, Told, make
 
 
 def test_the_table_holds_means_spreads_and_differences(tmp_path):
@@ -23,7 +23,7 @@ def test_the_table_holds_means_spreads_and_differences(tmp_path):
     dense, tt = (
         next(line for line in lines if line.startswith(f"| {n} ")) for n in ("dense", "tt")
     )
-    assert dense.split(" | ")[1:4] == ["0.001 (edge of the grid)", "0.5000 ± 0.1414", "-"]
+    assert dense.split(" | ")[1:4] == ["0.001 x1 (edge of the grid)", "0.5000 ± 0.1414", "-"]
     assert tt.split(" | ")[2:6] == [
         "0.7000 ± 0.2828",
         "+0.2000 ± 0.1414",
@@ -39,23 +39,20 @@ def test_a_best_rate_at_an_edge_of_the_grid_is_marked(tmp_path):
     study = make(tmp_path, told, rates=(1e-3, 2e-3, 4e-3))
     study.run()
     dense, tt = table(study).splitlines()[-2:]
-    assert "| 0.002 |" in dense
-    assert "| 0.004 (edge of the grid) |" in tt
+    assert "| 0.002 x1 |" in dense
+    assert "| 0.004 x1 (edge of the grid) |" in tt
 
 
 def test_a_table_of_few_rows_has_dashes(tmp_path):
     told = Told()
     study = make(tmp_path, told)
-    study._run("tt", "steps", SELECTION_SEED, FIRST_RATE, 60)
+    study._run("tt", "steps", SELECTION_SEED, FIRST, 60)
     line = table(study).splitlines()[-1]
     assert line == "| tt | - | - | - | - | - | - | - | - | - | - | 0 |"
-    study._run("tt", "steps", SELECTION_SEED, SECOND_RATE, 60)
-    study._run("tt", "steps", 0, FIRST_RATE, 60)
-    assert (
-        table(study)
-        .splitlines()[-1]
-        .startswith("| tt | 0.001 (edge of the grid) | 0.5000 | - | - | - | ")
-    )
+    study._run("tt", "steps", SELECTION_SEED, SECOND, 60)
+    study._run("tt", "steps", 0, FIRST, 60)
+    cells = table(study).splitlines()[-1].split(" | ")
+    assert cells[1:6] == ["0.001 x1 (edge of the grid)", "0.5000", "-", "-", "-"]
 
 
 def test_layers_above_the_target_and_failures_are_marked(tmp_path):

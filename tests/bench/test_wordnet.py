@@ -15,6 +15,7 @@ from bench.data.wordnet import Noun, Tree, find_nouns, load_wordnet_pairs, make_
 from bench.methods import Setup
 from bench.models.classifier import ClassifierSizes
 from bench.study_classes import classification
+from bench.study_search import Rates
 from bench.study_task import target_params
 from bench.study_train import train
 from comera_fx.errors import InputError
@@ -258,7 +259,8 @@ def test_a_small_encoder_learns_the_pairs_by_what_their_texts_share():
     quality = []
     for known in (data, blind):
         task = classification("pairs", known, steps=200, batch_size=32, sizes=sizes)
-        setup = Setup(task, seed=0, rate=1e-3, steps=200, target=target_params(task, 4.0))
+        target = target_params(task, 4.0)
+        setup = Setup(task, seed=0, rates=Rates(1e-3, 1.0), steps=200, target=target)
         quality.append(train(setup, "dense", "validation")["quality"])
     assert quality[0] > 0.6
     assert quality[1] < 0.45

@@ -5,19 +5,21 @@ import math
 from bench.methods import METHODS
 from bench.study import Study
 from bench.study_child import Job, Source, Timing
+from bench.study_search import Rates
 from tests.bench.study_tasks import RATIO
 
 SOURCE = Source("tests.bench.study_tasks", ratio=RATIO)
 FIRST_RATE, SECOND_RATE = 1e-3, 1e-2
+FIRST, SECOND = Rates(FIRST_RATE, 1.0), Rates(SECOND_RATE, 1.0)
 SIZES = ("start_params", "mean_params", "compressed_params")
 
 
 class Told:
     """Answers jobs without training; notes which there were."""
 
-    def __init__(self, qualities=None, failing=(), stopped=()):
+    def __init__(self, qualities=None, failing=(), stopped=(), better=lambda job: False):
         self.jobs, self.qualities = [], qualities or {}
-        self.failing, self.stopped = failing, stopped
+        self.failing, self.stopped, self.better = failing, stopped, better
 
     def __call__(self, source, job):
         self.jobs.append(job)
@@ -28,6 +30,7 @@ class Told:
         if job.method in self.stopped:
             raise KeyboardInterrupt
         quality = self.qualities.get((job.method, job.seed, job.rate), 0.5)
+        quality = 0.1 if self.better(job) else quality
         start, end = (768, 700) if METHODS[job.method].adapts else (700, 700)
         return [
             {
@@ -61,6 +64,7 @@ def make(tmp_path, told, **settings):
     settings = {
         "methods": ("dense", "tt"),
         "rates": (FIRST_RATE, SECOND_RATE),
+        "rests": (1.0,),
         "seeds": (0, 1),
         **settings,
     }
