@@ -103,7 +103,7 @@ def train(model: nn.Module, corpus: Corpus, config: DemoConfig) -> list[Row]:
         config: Lengths, sizes and rates.
     """
     ddp, sent = wrap(model)
-    groups = comera_fx.param_groups(model, lr=config.tt_lr)
+    groups = comera_fx.param_groups(model, lr=config.tt_lr, rest_lr=config.tt_rest_lr)
     optimizer = torch.optim.AdamW(groups)
     adapter = comera_fx.RankAdapter(ddp, optimizer, rank_config(config))
     device = next(model.parameters()).device

@@ -29,7 +29,8 @@ class DemoConfig:
         num_heads: Heads of attention in a block.
         ffn_width: Hidden features of a block's feed-forward part.
         dense_lr: Peak learning rate of the dense model.
-        tt_lr: Peak learning rate of the optimised model's cores; the rest has five times that.
+        tt_lr: Peak learning rate of the optimised model's cores.
+        tt_rest_lr: That of the rest of the optimised model.
         warmup_steps: Steps over which the learning rate rises.
         final_lr: Learning rate after ``steps`` steps, as a share of the peak.
         second_peak: Peak of the second cycle, in the time that the optimised model has left.
@@ -56,6 +57,7 @@ class DemoConfig:
     ffn_width: int = 1024
     dense_lr: float = 1e-3
     tt_lr: float = 2e-3
+    tt_rest_lr: float = 1e-2
     warmup_steps: int = 20
     final_lr: float = 0.1
     second_peak: float = 0.7

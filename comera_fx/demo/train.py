@@ -264,7 +264,7 @@ def _dense_optimizer(model: nn.Module, config: DemoConfig) -> torch.optim.Optimi
 
 
 def _tt_optimizer(model: nn.Module, config: DemoConfig) -> torch.optim.Optimizer:
-    return _adamw(param_groups(model, lr=config.tt_lr))
+    return _adamw(param_groups(model, lr=config.tt_lr, rest_lr=config.tt_rest_lr))
 
 
 def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -11,8 +11,6 @@ from comera_fx.modules import tt_modules
 
 RANK_LR_SCALE = 10.0
 """Learning rate of rank weights over that of cores, as in the CoMERA paper (1e-3 and 1e-4)."""
-REST_LR_SCALE = 5.0
-"""Learning rate of what stayed dense over that of cores; measured, see the README beside this."""
 
 
 def param_groups(
@@ -27,13 +25,12 @@ def param_groups(
 
     Args:
         model: A model from ``optimize``.
-        lr: Learning rate of cores; from scratch, about twice what is best for the dense model.
+        lr: Learning rate of cores, and of all else unless given.
         rank_lr: Learning rate of rank weights; ten times ``lr`` if not given. Their group is
             there, empty, before a ``RankAdapter`` fills it.
         weight_decay: Decay of cores and matrices; biases, norms and rank weights have none.
-        rest_lr: Learning rate of what is no core: biases, norms, layers that stayed dense; five
-            times ``lr`` if not given, which is for training from scratch. To fine-tune a trained
-            model give ``rest_lr=lr``.
+        rest_lr: Learning rate of what is no core: biases, norms, layers that stayed dense; ``lr``
+            if not given.
 
     Returns:
         Groups of the trainable parameters, each parameter once.
@@ -56,7 +53,7 @@ def param_groups(
     cores = [core for module in modules for core in module.cores if core.requires_grad]
     taken = {id(parameter) for parameter in (*ranks, *cores)}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-    rest_lr = REST_LR_SCALE * lr if rest_lr is None else rest_lr
+    rest_lr = lr if rest_lr is None else rest_lr
     groups = [
         {"params": cores, "lr": lr, "weight_decay": weight_decay},
         {"params": [p for p in rest if p.ndim > 1], "lr": rest_lr, "weight_decay": weight_decay},
