@@ -57,6 +57,12 @@ def test_tables_that_train_from_scratch_get_two_wide_cores():
     table = nn.Sequential(nn.Embedding(4096, 256))
     spec = choose(table, init="random", max_rank=32)["0"].spec
     assert spec == TTSpec("ttm", (64, 64), (16, 16), (1, 32, 1))
+    layouts = {"0": "tt"}
+    spec = choose(table, init="random", max_rank=40, layouts=layouts)["0"].spec
+    assert spec == TTSpec("tt", (64, 64), (16, 16), (1, 32, 40, 8, 1))
+    given = {"0": ((16, 16, 16), (16, 16))}
+    spec = choose(table, init="random", max_rank=8, layouts=layouts, modes=given)["0"].spec
+    assert spec == TTSpec("tt", (16, 16, 16), (16, 16), (1, 8, 8, 8, 8, 1))
     decomposed = choose(table, init="decompose", max_rank=32)["0"].spec
     assert decomposed is not None
     assert len(decomposed.in_modes) > 2

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera_fx.errors import SpecError
-from comera_fx.shapes import MAX_PADDING, ModeChoice, choose_modes
+from comera_fx.shapes import MAX_PADDING, ModeChoice, choose_modes, choose_wide
 from comera_fx.spec import TTSpec
 
 LIMIT = settings(deadline=None, derandomize=True, max_examples=40)
@@ -56,6 +56,29 @@ def test_a_side_has_at_most_the_modes_asked_for(layout, most):
     for sizes in ((4096, 256), (768, 3072), (30522, 768)):
         choice = choose_modes(*sizes, layout=layout, max_rank=16, most=most)
         assert max(len(choice.in_modes), len(choice.out_modes)) <= most
+
+
+@pytest.mark.parametrize(("rows", "width"), [(4096, 256), (30522, 768), (97, 10), (3, 2), (1, 1)])
+@pytest.mark.parametrize("rank", [1, 8, 64])
+def test_wide_tables_hold_their_rows_in_ranks_that_every_bond_can_use(rows, width, rank):
+    spec = choose_wide(rows, width, max_rank=rank)
+    assert spec.in_size >= rows
+    assert spec.out_size >= width
+    assert spec == spec.clipped()
+    assert max(spec.ranks[len(spec.in_modes)], 1) <= rank
+    assert (len(spec.in_modes) > 1) == (rows >= 16)
+
+
+def test_rows_of_a_wide_table_span_half_of_what_two_factors_would():
+    spec = choose_wide(4096, 256, max_rank=40)
+    assert spec.ranks == (1, 32, 40, 8, 1)
+    assert spec.num_params < 0.55 * 40 * (4096 + 256)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 1), (4, 0, 1), (4, 4, 0)])
+def test_wide_tables_of_no_size_are_refused(sizes):
+    with pytest.raises(SpecError, match="is not positive"):
+        choose_wide(*sizes[:2], max_rank=sizes[2])
 
 
 def test_two_modes_a_side_are_even_ones():
