@@ -33,7 +33,7 @@ class Run:
         torch.manual_seed(1)
         layers = [TTLinear(SPEC, 32, 32, dtype=torch.float64) for _ in range(2)]
         self.model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
-        groups = param_groups(self.model, lr=3e-3, rank_lr=0.1)
+        groups = param_groups(self.model, lr=3e-3, rank_lr=0.1, rest_lr=1.5e-2)
         self.optimizer = torch.optim.AdamW(groups)
         config = {"target_ratio": 0.5, "prune_every": 5, "early_steps": 5, **settings}
         if method != "comera":
