@@ -177,7 +177,8 @@ class FiniteSteps:
             return "the loss" if self._is_bad(k) else None
         noted, self._noted[k] = self._noted[k], None
         grads = _gradients_of(optimizer)
-        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        held = (p.device for group in optimizer.param_groups for p in group["params"])
+        device = next(held, torch.device("cpu"))
         fine = torch.ones((), dtype=torch.bool, device=device)
         # Squares of finite numbers may add up to infinity; what is sure takes far longer.
         sum_is_finite = torch.isfinite(get_total_norm(grads)) if grads else fine

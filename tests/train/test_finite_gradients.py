@@ -111,6 +111,14 @@ def test_a_loss_and_gradients_are_asked_for_in_one_wait(monkeypatch):
     assert len(waits) == 3
 
 
+def test_an_optimizer_that_holds_nothing_yet_takes_its_steps():
+    optimizer = torch.optim.SGD([{"params": []}], lr=0.1)
+    finite = FiniteSteps(optimizer)
+    finite.note(torch.tensor(1.0))
+    optimizer.step()
+    assert not finite.ended_step()
+
+
 def test_large_and_sparse_gradients_are_finite():
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=1e-30)
