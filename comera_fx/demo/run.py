@@ -19,7 +19,7 @@ from comera_fx.demo.results import RESULTS_FILE, collect, headline, write_json
 from comera_fx.demo.show import Progress, headline_table
 from comera_fx.demo.train import Race
 from comera_fx.errors import ConfigError, RankError
-from comera_fx.train.files import read_state, write_atomically
+from comera_fx.train.saving import read_state, write_atomically
 
 CHECKPOINT_FILE, PAGE_FILE = "checkpoint.pt", "report.html"
 _FORMAT = 1

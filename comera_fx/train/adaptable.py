@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel
 from comera_fx.config import RankConfig, RankMethod
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule, tt_modules
-from comera_fx.train.budget import params_of
 from comera_fx.train.caller import warn
 from comera_fx.train.groups import RANK_LR_SCALE
 from comera_fx.train.processes import unwrapped
@@ -243,22 +242,6 @@ def check_loadable(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             got=f"model {own['ranks']}",
             expected=f"{state['ranks']}",
             mend="call model.load_state_dict with the checkpoint's model first",
-        )
-
-
-def warn_if_out_of_reach(
-    layers: dict[str, TTModule], target: int, floors: Mapping[str, int]
-) -> None:
-    """Say so where even the smallest ranks that cuts may reach hold more than the target."""
-    least = {
-        name: [min(rank, max(floors[name], 1)) for rank in layer.spec.ranks[1:-1]]
-        for name, layer in layers.items()
-    }
-    smallest = params_of(least, {name: layer.spec.mode_sizes for name, layer in layers.items()})
-    if smallest > target:
-        warn(
-            f"the target of {target:,} parameters is out of reach: at the smallest ranks that cuts "
-            f"may leave the layers hold {smallest:,}."
         )
 
 

@@ -17,7 +17,7 @@ from comera_fx.modules import TTModule
 from comera_fx.train.adaptable import adaptable_layers, check_copy, warn_of_death
 from comera_fx.train.first_process import bonds_of_first
 from comera_fx.train.processes import Processes, check_whole
-from comera_fx.train.resize import change_basis, check_state, cut_ranks, grow_ranks
+from comera_fx.train.state import change_basis, check_state, cut_ranks, grow_ranks
 
 Kept = Mapping[str, Sequence[Sequence[int]]]
 """Layer name to the indices that each inner bond keeps."""

@@ -18,15 +18,12 @@ from comera_fx.train.adaptable import (
     check_types,
     claim,
     hand_over,
-    warn_if_out_of_reach,
 )
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.comera import CoMERA
 from comera_fx.train.finite import FiniteSteps
-from comera_fx.train.method import Method
+from comera_fx.train.methods import CoMERA, Method, SingularValues, warn_if_out_of_reach
 from comera_fx.train.processes import check_whole_optimizer
 from comera_fx.train.rounding import check_tolerance, compact_layers
-from comera_fx.train.singular import SingularValues
 from comera_fx.train.stages import LossMemory, Stage, Stages
 from comera_fx.train.watch import Reminders, Watch
 
@@ -95,7 +92,8 @@ class RankAdapter:
         self.initial_size = self.size
         self.target_size = self._target()
         if self.target_size is not None:
-            warn_if_out_of_reach(self._layers.by_name, self.target_size, self._layers.floors)
+            ranks, modes, floors = self._layers.ranks, self._layers.modes, self._layers.floors
+            warn_if_out_of_reach(self.target_size, ranks, modes, floors)
         claim(self, self._layers.by_name)  # the last that may fail, and before any change
         self.history: list[dict[str, Any]] = []
         self._stages = Stages(self.config, has_target=self.target_size is not None)

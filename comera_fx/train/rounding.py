@@ -12,7 +12,7 @@ from comera_fx.balance import Directions
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.deaths import above_error
+from comera_fx.train.methods import above_error
 
 
 def compact(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comera_fx.spec import TTSpec
-from comera_fx.train.budget import counts_within, filled, params_of, rank_cost
+from comera_fx.train.methods.budget import counts_within, filled, params_of, rank_cost
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 

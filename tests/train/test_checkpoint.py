@@ -15,8 +15,8 @@ from torch import nn
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train import latest_run, load_run, save_run
-from comera_fx.train.files import read_state, write_atomically
-from comera_fx.train.random_states import random_states, restore_random_states
+from comera_fx.train.saving.files import read_state, write_atomically
+from comera_fx.train.saving.random_states import random_states, restore_random_states
 from tests.train.runs import END, Loop, as_lists, optimized
 
 ROOT = Path(__file__).parents[2]
@@ -273,7 +273,7 @@ import sys, warnings
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from comera_fx.errors import RankError
-from comera_fx.train import checkpoint
+from comera_fx.train.saving import checkpoint
 from tests.train.runs import Loop, torch
 
 rank, folder = int(sys.argv[1]), sys.argv[2]

@@ -11,7 +11,7 @@ from torch import nn
 
 from comera_fx.errors import RankError
 from comera_fx.train import latest_run, load_run, save_run
-from comera_fx.train.files import read_state, write_atomically
+from comera_fx.train.saving.files import read_state, write_atomically
 
 
 def test_the_last_checkpoints_are_kept_and_found_by_step(tmp_path):

@@ -12,7 +12,7 @@ from comera_fx.errors import RankError
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, param_groups
-from comera_fx.train.growth import TRIALS
+from comera_fx.train.methods.growth import TRIALS
 
 METHODS = ["proximal", "rounding"]
 

@@ -13,8 +13,8 @@ from comera_fx.errors import ComeraError, RankError
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, param_groups
-from comera_fx.train.select import _lost_shares, ranks_to_give_up
-from comera_fx.train.size import SizeOf
+from comera_fx.train.methods.select import _lost_shares, ranks_to_give_up
+from comera_fx.train.methods.size import SizeOf
 
 STUDENT = TTSpec("tt", (4, 8), (8, 4), (1, 4, 16, 4, 1))
 

@@ -10,7 +10,7 @@ from comera_fx.errors import RankError
 from comera_fx.modules import TTEmbedding, TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train.groups import param_groups
-from comera_fx.train.resize import change_basis, check_state, cut_ranks, grow_ranks
+from comera_fx.train.state.resize import change_basis, check_state, cut_ranks, grow_ranks
 
 SPEC = TTSpec("tt", (3, 4), (2, 5), (1, 3, 6, 4, 1))
 KEPT = [torch.tensor([0, 2]), torch.tensor([1, 2, 5]), torch.tensor([3])]

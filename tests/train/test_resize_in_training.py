@@ -12,7 +12,7 @@ from comera_fx.config import RankConfig
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, param_groups
-from comera_fx.train.resize import change_basis, cut_ranks, grow_ranks
+from comera_fx.train.state.resize import change_basis, cut_ranks, grow_ranks
 
 SPEC = TTSpec("tt", (3, 4), (2, 5), (1, 3, 6, 4, 1))
 KEPT = [torch.tensor([0, 2]), torch.tensor([1, 2, 5]), torch.tensor([1, 3])]

@@ -10,7 +10,7 @@ from torch import nn
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.train import RankAdapter, load_run, save_run
-from comera_fx.train.files import read_state, write_atomically
+from comera_fx.train.saving.files import read_state, write_atomically
 from tests.train.runs import Loop, as_lists, optimized
 
 

@@ -13,7 +13,7 @@ from comera_fx.config import RankConfig
 from comera_fx.modules import TTEmbedding, TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, param_groups
-from comera_fx.train.deaths import Deaths, above_error
+from comera_fx.train.methods.deaths import Deaths, above_error
 
 METHODS = ["proximal", "rounding"]
 SPEC = TTSpec("tt", (4, 8), (8, 4), (1, 4, 16, 4, 1))

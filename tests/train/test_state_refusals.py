@@ -9,7 +9,7 @@ from torch import nn
 from comera_fx.errors import RankError
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
-from comera_fx.train.resize import change_basis, check_state, cut_ranks, grow_ranks
+from comera_fx.train.state.resize import change_basis, check_state, cut_ranks, grow_ranks
 
 SPEC = TTSpec("tt", (4, 4), (4, 5), (1, 4, 4, 4, 1))
 KEPT = [torch.tensor([0, 2])] * 3

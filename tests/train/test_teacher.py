@@ -14,7 +14,7 @@ from comera_fx.config import RankConfig
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, param_groups
-from comera_fx.train.budget import rank_cost
+from comera_fx.train.methods.budget import rank_cost
 
 MODES = [((16, 16), (16, 16)), ((4, 8, 8), (8, 8, 4))]
 TEACHER_RANK, STUDENT_RANK, NOISE = 4, 16, 1e-3

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule, replace_data
 from comera_fx.spec import clip_ranks
-from comera_fx.train import optimizer_state
-from comera_fx.train.optimizer_state import Axes, Basis, along
+from comera_fx.train.state import optimizer_state
+from comera_fx.train.state.optimizer_state import Axes, Basis, along
 
 
 def check_state(optimizers: Sequence[Optimizer], modules: Iterable[tuple[str, TTModule]]) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from comera_fx.config import RankConfig
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.budget import Counts, rank_cost
+from comera_fx.train.methods.budget import Counts, rank_cost
 
 TRIALS = 2
 """Trial directions of every bond."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from comera_fx.balance import Bonds
-from comera_fx.train.budget import Counts
+from comera_fx.train.methods.budget import Counts
 
 
 class Deaths:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from comera_fx.config import RankConfig
 from comera_fx.modules import TTModule
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.deaths import Deaths
-from comera_fx.train.select import Bond, ranks_to_give_up, spare
-from comera_fx.train.size import SizeOf
+from comera_fx.train.methods.deaths import Deaths
+from comera_fx.train.methods.select import Bond, ranks_to_give_up, spare
+from comera_fx.train.methods.size import SizeOf
 from comera_fx.train.stages import Stage
 
 SMALLEST_REFERENCE = 1e-12

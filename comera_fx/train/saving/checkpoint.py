@@ -14,17 +14,17 @@ from torch import nn
 
 from comera_fx.errors import RankError
 from comera_fx.train.caller import warn
-from comera_fx.train.files import (
+from comera_fx.train.processes import unwrapped
+from comera_fx.train.ranks import RankAdapter
+from comera_fx.train.saving.files import (
     numbered,
     numbered_in,
     read_state,
     remove_drafts,
     write_atomically,
 )
-from comera_fx.train.processes import unwrapped
-from comera_fx.train.random_states import random_states, restore_random_states
-from comera_fx.train.ranks import RankAdapter
-from comera_fx.train.run_checks import (
+from comera_fx.train.saving.random_states import random_states, restore_random_states
+from comera_fx.train.saving.run_checks import (
     FORMAT,
     VERSION,
     Saved,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comera_fx.modules import TTModule
-from comera_fx.train.budget import params_of, rank_cost
+from comera_fx.train.methods.budget import params_of, rank_cost
 
 
 @torch.no_grad()

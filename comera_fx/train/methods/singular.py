@@ -15,9 +15,9 @@ from torch import Tensor
 from comera_fx.balance import Bonds, Directions
 from comera_fx.config import RankConfig
 from comera_fx.train.adapted import AdaptedLayers
-from comera_fx.train.budget import Counts, counts_within, filled, rank_cost
-from comera_fx.train.deaths import Deaths, above_error
-from comera_fx.train.growth import Growth
+from comera_fx.train.methods.budget import Counts, counts_within, filled, rank_cost
+from comera_fx.train.methods.deaths import Deaths, above_error
+from comera_fx.train.methods.growth import Growth
 from comera_fx.train.stages import Stage
 
 FADE = 0.9

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from comera_fx.errors import RankError
 from comera_fx.train.caller import warn
-from comera_fx.train.state_entries import Entry, UnfitError, resolve, sharing
+from comera_fx.train.state.state_entries import Entry, UnfitError, resolve, sharing
 
 Axes = Sequence[tuple[int, Tensor]]
 """Pairs of axis and the indices kept along it."""
