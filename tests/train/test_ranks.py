@@ -193,6 +193,18 @@ def test_min_rank_and_exclude():
     assert model[2].rank_weights == ()
 
 
+@pytest.mark.parametrize("patience", [1, 3])
+def test_dead_ranks_go_while_other_layers_are_turned(patience):
+    """No rank of the second layer has died: it comes into balanced form at every cut."""
+    model, _, adapter = make(gamma=0.0, patience=patience, prune_every=1)
+    with torch.no_grad():
+        model[0].rank_weight_2[3] = 0.0
+    for cut in range(1, patience + 1):
+        adapter.loss(torch.tensor(1.0))
+        adapter.step()
+        assert adapter.ranks["0"] == ([4, 15, 4] if cut == patience else [4, 16, 4])
+
+
 def test_ranks_may_fall_to_zero_which_is_said():
     model, optimizer, adapter = make(rank_lr=0.1, gamma=100.0, prune_every=5)
     with pytest.warns(UserWarning, match="the layer is its bias alone"):

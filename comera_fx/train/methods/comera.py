@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import islice
 from typing import Any
 
@@ -161,8 +161,8 @@ class CoMERA:
             for bond, strikes in zip(bonds, self._strikes, strict=True)
         ]
         was_cut = layers.cut(kept)
-        if any(not bond.alive for bond in bonds):  # one empty bond empties all of its layer
-            self._strikes = self._no_strikes()
+        # One empty bond empties all of its layer.
+        self._count_anew({bond.layer for bond in bonds if not bond.alive})
         settles = target is not None and layers.size <= target and not self.met
         if target is not None and layers.size <= target:
             self._settle(True)
@@ -204,8 +204,7 @@ class CoMERA:
                 for name, own in bonds.items()
             }
         )
-        if bonds:
-            self._strikes = self._no_strikes()
+        self._count_anew(bonds)
 
     @staticmethod
     def _lowest(layer: TTModule) -> float:
@@ -244,16 +243,29 @@ class CoMERA:
     def _no_strikes(self) -> list[list[int]]:
         return [[0] * weight.numel() for weight in self._layers.rank_weights]
 
+    def _count_anew(self, names: Container[str]) -> None:
+        """Forget the strikes of these layers, whose indices now mean something else."""
+        self._strikes = [
+            none if name in names else strikes
+            for name, none, strikes in zip(
+                self._names(), self._no_strikes(), self._strikes, strict=True
+            )
+        ]
+
+    def _names(self) -> list[str]:
+        """The layer of every bond."""
+        layers = self._layers.by_name.items()
+        return [name for name, layer in layers for _ in layer.rank_weights]
+
     def _bonds(self) -> list[Bond]:
         """The rank weights as numbers, in one wait for the device."""
         layers = self._layers
-        names = [name for name, layer in layers.by_name.items() for _ in layer.rank_weights]
         weights = layers.rank_weights
         values = iter(torch.cat([weight.detach().double() for weight in weights]).tolist())
         threshold = self._config.threshold
         return [
             Bond.of(name, list(islice(values, weight.numel())), threshold, layers.floors[name])
-            for name, weight in zip(names, weights, strict=True)
+            for name, weight in zip(self._names(), weights, strict=True)
         ]
 
     @torch.no_grad()
