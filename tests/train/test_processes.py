@@ -3,14 +3,8 @@
 The processes run this file as a script, with the name of one of ``SCENARIOS``.
 """
 
-import contextlib
 import copy
-import itertools
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,130 +16,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.modules import TTLinear
-from comera_fx.spec import TTSpec
-from comera_fx.train import RankAdapter, adapted, param_groups
-
-SPEC = TTSpec("tt", (4, 4), (4, 4), (1, 4, 8, 4, 1))
-CUTTING = {"target_ratio": 0.5, "early_steps": 15, "prune_every": 5, "gamma": 0.1}
-ROWS = 16
-
-
-class Net(nn.Module):
-    """Three layers; the one in the middle is left out where ``skips`` says so."""
-
-    def __init__(self, dtype=torch.float64):
-        super().__init__()
-        self.layers = nn.ModuleList(TTLinear(SPEC, 16, 16, dtype=dtype) for _ in range(3))
-        self.skips = False
-
-    def forward(self, x):
-        for number, layer in enumerate(self.layers):
-            if not (self.skips and number == 1):
-                x = torch.tanh(layer(x))
-        return x
-
-
-class Run:
-    """A model in training; under DDP it sees every other row of a batch."""
-
-    def __init__(
-        self,
-        model,
-        rank=None,
-        rank_lr=0.05,
-        hook=None,
-        late_wrap=False,
-        ddp=None,
-        check_processes=None,
-        **config,
-    ):
-        self.model, self.rank = model, rank
-        groups = param_groups(model, lr=3e-3, rank_lr=rank_lr)
-        self.optimizer = torch.optim.AdamW(groups)
-        self.called = model
-        wrap = rank is not None and DistributedDataParallel
-        if wrap and not late_wrap:
-            self.called = wrap(model, **(ddp or {}))
-        self.adapter = RankAdapter(
-            self.called,
-            self.optimizer,
-            RankConfig(**{"method": "comera", **config}),
-            check_processes=check_processes,
-        )
-        if wrap and late_wrap:
-            self.called = wrap(model, **(ddp or {}))
-        if not wrap and dist.is_initialized():
-            self.adapter.wrapped()
-        if hook:
-            self.called.register_comm_hook(None, hook)
-
-    def backward(self, step, synchronise=True, scale=1.0):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(ROWS, 16, dtype=torch.float64, generator=generator)
-        y = torch.tanh(x.roll(1, 1))
-        dtype = self.model.layers[0].cores[0].dtype
-        rows = slice(None) if self.rank is None else slice(self.rank, None, 2)
-        x, y = x[rows].to(dtype), y[rows].to(dtype)
-        alone = synchronise or self.rank is None
-        with contextlib.nullcontext() if alone else self.called.no_sync():
-            task = scale * nn.functional.mse_loss(self.called(x), y)
-            self.adapter.loss(task).backward()
-        return task
-
-    def step(self, number, micro_batches=1):
-        self.optimizer.zero_grad()
-        for micro in range(micro_batches):
-            self.backward(number * micro_batches + micro, micro == micro_batches - 1)
-        gradients = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
-        self.optimizer.step()
-        self.adapter.step()
-        return gradients
-
-
-def model_of(dtype=torch.float64):
-    torch.manual_seed(0)
-    return Net(dtype)
-
-
-def pair(rank, skips=False, dtype=torch.float64, **options):
-    """The same model under DDP and by itself."""
-    model = model_of(dtype)
-    model.skips = skips
-    alone = copy.deepcopy(model)
-    own = ("hook", "late_wrap", "ddp", "check_processes")
-    plain = {key: value for key, value in options.items() if key not in own}
-    return Run(model, rank, **options), Run(alone, **plain)
-
-
-def check_alike(many, one, tolerance=1e-6, message=""):
-    assert many.adapter.ranks == one.adapter.ranks, message
-    for (name, found), wanted in zip(
-        many.model.named_parameters(), one.model.parameters(), strict=True
-    ):
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, msg=name)
-
-
-def train_alike(rank, steps=50, cuts=2, micro_batches=1, tolerance=1e-6, **options):
-    """Train both and compare gradients and parameters of every step."""
-    many, one = pair(rank, **{**CUTTING, **options})
-    sizes = {one.adapter.size}
-    for number in range(steps):
-        found, wanted = (run.step(number, micro_batches) for run in (many, one))
-        for f, w in zip(found, wanted, strict=True):
-            if w is None:
-                assert f is None or not f.any(), number
-            else:
-                torch.testing.assert_close(f, w, rtol=tolerance, atol=tolerance)
-        check_alike(many, one, tolerance, f"step {number}")
-        sizes.add(one.adapter.size)
-    assert len(sizes) - 1 >= cuts, sizes
-    for found, wanted in zip(many.adapter.history, one.adapter.history, strict=True):
-        assert found == {**wanted, "loss": pytest.approx(wanted["loss"], rel=tolerance)}
-    return many, one
-
+from comera_fx.train import RankAdapter, param_groups
+from tests.train.process_runs import (
+    CUTTING,
+    SPEC,
+    Run,
+    check_alike,
+    model_of,
+    pair,
+    run_processes,
+    run_scenario,
+    train_alike,
+)
 
 # ---- scenarios ----
 
@@ -163,7 +47,7 @@ def equal_to_the_end(rank):
 
 
 def single_precision(rank):
-    train_alike(rank, dtype=torch.float32, tolerance=2e-3)
+    train_alike(rank, dtype=torch.float32, tolerance=2e-3, cuts=1)
 
 
 def wrapped_later(rank):
@@ -200,38 +84,6 @@ def singular_values(rank):
                     found.dense_weight(), wanted.dense_weight(), rtol=1e-6, atol=1e-6
                 )
         assert one.adapter.size <= one.adapter.target_size
-
-
-def directions_of_the_first(rank):
-    """The other process would find fewer of them, and rounds otherwise; parameters stay equal."""
-    find = adapted.balanced_bonds
-    if rank == 1:
-        adapted.balanced_bonds = lambda cores: [bond.first(2) for bond in find(cores)]
-    for dtype, method in itertools.product((torch.float32, torch.float64), ("comera", "proximal")):
-        run = Run(model_of(dtype), rank, check_processes=True, method=method, prune_every=2)
-        layers = run.adapter._layers
-        weights = [layer.dense_weight().detach() for layer in run.model.layers]
-        layers.turn(layers.balanced())
-        for layer, weight in zip(run.model.layers, weights, strict=True):
-            torch.testing.assert_close(layer.dense_weight().detach(), weight)
-        for number in range(6):
-            run.step(number)
-        assert run.adapter.ranks["layers.0"] == [4, 8, 4]
-        for parameter in run.model.parameters():
-            theirs = parameter.detach().clone()
-            dist.broadcast(theirs, 0)
-            assert torch.equal(theirs, parameter)
-
-
-def bytes_sent(rank):
-    """Bases go in the precision of the cores."""
-    sent, send = [], dist.broadcast
-    dist.broadcast = lambda tensor, **where: sent.append(tensor.dtype) or send(tensor, **where)
-    for dtype in (torch.float32, torch.float64):
-        run = Run(model_of(dtype), rank, method="proximal")
-        sent.clear()
-        run.adapter._layers.balanced()
-        assert sent == [torch.float64, dtype]
 
 
 def resumed(rank):
@@ -325,21 +177,6 @@ def one_not_finite(rank):
         run.adapter.loss(torch.tensor(1.0 + rank))
         run.adapter.step()
         assert run.adapter.ranks["layers.0"] == [4, 7, 4]
-
-
-def not_finite_in_one(rank):
-    """Cores that are not finite in one process are refused in all, and none waits for another."""
-    for method in ("comera", "proximal"):
-        run = Run(model_of(), rank, method=method, prune_every=1)
-        run.step(0)
-        if rank == 1:
-            with torch.no_grad():
-                run.model.layers[1].cores[1][0, 1, 2] = float("nan")
-        ranks = run.adapter.ranks
-        run.adapter.loss(torch.tensor(1.0))
-        with pytest.raises(RankError, match=r"layer 'layers.1' has numbers that are not finite"):
-            run.adapter.step()
-        assert run.adapter.ranks == ranks
 
 
 def disagreement(rank):
@@ -464,14 +301,11 @@ SCENARIOS = {
         bucket_views,
         accumulation,
         singular_values,
-        directions_of_the_first,
-        bytes_sent,
         resumed,
         layer_dies,
         hooks,
         one_objective,
         one_not_finite,
-        not_finite_in_one,
         disagreement,
         unclear,
         cannot_follow,
@@ -482,30 +316,14 @@ SCENARIOS = {
 SLOW = [name for name in SCENARIOS if name != "equal"]
 
 
-def run_processes(tmp_path, scenario, number=2):
-    command = [sys.executable, __file__, scenario]
-    root = str(Path(__file__).parents[2])
-    runs = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), str(number)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-        )
-        for rank in range(number)
-    ]
-    errors = [run.communicate(timeout=240)[1] for run in runs]
-    assert [run.returncode for run in runs] == [0] * number, "\n".join(errors)
-
-
 def test_two_processes_cut_and_train_as_one(tmp_path):
-    run_processes(tmp_path, "equal")
+    run_processes(__file__, tmp_path, "equal")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SLOW)
 def test_two_processes_at_length(tmp_path, scenario):
-    run_processes(tmp_path, scenario)
+    run_processes(__file__, tmp_path, scenario)
 
 
 def test_data_parallel_replicas_are_refused():
@@ -529,11 +347,4 @@ def test_one_process_does_not_communicate(monkeypatch):
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    rank = int(sys.argv[2])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=int(sys.argv[4])
-    )
-    SCENARIOS[sys.argv[1]](rank)
-    dist.destroy_process_group()
+    run_scenario(SCENARIOS)

@@ -1,0 +1,89 @@
+"""Runs that go on from saved states: the same numbers, the saved target, no ranks of others."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from comera_fx.config import RankConfig
+from comera_fx.errors import RankError
+from comera_fx.modules import TTLinear
+from comera_fx.train import RankAdapter
+from tests.train.students import STUDENT, make, saved, train
+
+
+@pytest.mark.parametrize("stop", [13, 35, 47, 120])  # early, late, after a cut, target met
+def test_a_resumed_run_gives_the_same_numbers(stop):
+    config = {"target_ratio": 0.5, "early_steps": 20, "rho": 0.5}
+    model, optimizer, adapter = make(**config)
+    train(model, optimizer, adapter, range(stop))
+    stored = io.BytesIO()
+    state = [part.state_dict() for part in (model, optimizer, adapter)]
+    torch.save(state, stored)
+    straight = train(model, optimizer, adapter, range(stop, stop + 60))
+
+    model2, optimizer2, adapter2 = make(**config)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=True)
+    for part, values in zip((model2, optimizer2, adapter2), loaded, strict=True):
+        part.load_state_dict(values)
+    assert train(model2, optimizer2, adapter2, range(stop, stop + 60)) == straight
+    assert adapter2.history == adapter.history
+    for a, b in zip(model.parameters(), model2.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("other", [{"target_ratio": 0.9}, {}], ids=["another", "none"])
+@pytest.mark.parametrize("method", ["comera", "proximal", "rounding"])
+@pytest.mark.parametrize("stop", [4, 23])  # before the first cut, on the way
+def test_a_resumed_run_has_the_target_that_wassaved(method, other, stop):
+    """Whatever the ranks and the target that the resumed one was made with."""
+    config = {"method": method, "early_steps": 5, "rank_lr": 0.1, "prune_every": 5}
+    config |= {"rho": 0.5} if method == "comera" else {"shrink_steps": 40}
+    model, optimizer, adapter = make(target_ratio=0.4, **config)
+    train(model, optimizer, adapter, range(stop))
+    stored = saved([part.state_dict() for part in (model, optimizer, adapter)])
+    train(model, optimizer, adapter, range(stop, 100))
+    assert adapter.size <= adapter.target_size
+
+    parts = make(**other, **config)
+    for part, state in zip(parts, torch.load(io.BytesIO(stored), weights_only=True), strict=True):
+        part.load_state_dict(state)
+    train(*parts, range(stop, 100))
+    assert parts[2].target_size == adapter.target_size
+    assert parts[2].ranks == adapter.ranks
+    assert parts[2].history == adapter.history
+
+
+def test_loading_an_earlier_state_goes_back():
+    model, optimizer, adapter = make(target_ratio=0.5, early_steps=5, rho=0.5)
+    early = [part.state_dict() for part in (model, optimizer, adapter)]
+    early = torch.load(io.BytesIO(saved(early)), weights_only=True)
+    train(model, optimizer, adapter, range(120))
+    assert adapter.stage == "late"
+    for part, values in zip((model, optimizer, adapter), early, strict=True):
+        part.load_state_dict(values)
+    assert adapter.stage == "early"
+    assert all(weight.requires_grad for weight in model[0].rank_weights)
+    assert adapter.size == adapter.initial_size
+
+
+def test_a_resumed_model_in_a_plain_optimizer_gets_its_own_group():
+    saved = make()[0].state_dict()
+    model = nn.Sequential(TTLinear(STUDENT, 32, 32), nn.Tanh(), TTLinear(STUDENT, 32, 32))
+    model.load_state_dict(saved)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    RankAdapter(model, optimizer, RankConfig(method="comera"))
+    ranks = [w for layer in (model[0], model[2]) for w in layer.rank_weights]
+    assert [id(w) for w in optimizer.param_groups[1]["params"]] == [id(w) for w in ranks]
+    assert not {id(p) for p in optimizer.param_groups[0]["params"]} & {id(w) for w in ranks}
+
+
+def test_ranks_changed_from_outside_are_noticed():
+    model, optimizer, adapter = make(target_ratio=0.5, early_steps=5, rho=0.5)
+    best = torch.load(io.BytesIO(saved(model.state_dict())), weights_only=True)
+    train(model, optimizer, adapter, range(120))
+    model.load_state_dict(best)
+    with pytest.raises(RankError, match="changed outside the adapter"):
+        adapter.loss(torch.tensor(1.0))
