@@ -342,7 +342,7 @@ def test_many_batches_make_few_graphs_after_a_shrink_too():
 
 
 def test_warnings_point_at_who_calls_the_adapter():
-    training = Training(Net(), gamma=1.0)
+    training = Training(Net(), gamma=1.0, patience=1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(100):
