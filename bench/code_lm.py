@@ -40,9 +40,11 @@ SIZES = (
 )
 
 
-def make_task(quick: bool = False, device: str = "cpu") -> Task:
+def make_task(quick: bool = False, device: str = "cpu", width: int | None = None) -> Task:
     """Return the task, its text read."""
     config = QUICK if quick else DemoConfig()
+    if width is not None:
+        config = replace(config, width=width, ffn_width=4 * width)
     corpus, validation = split(load_corpus(config))
     held_out = {
         "validation": [batch.to(device) for batch in held_out_batches(validation, config)],

@@ -296,7 +296,7 @@ def main(module: str, description: str | None, arguments: Sequence[str] | None =
     """Run the study of a module's task and write its table and figure.
 
     Args:
-        module: A module with ``make_task(quick, device)``.
+        module: A module with ``make_task(quick, device, width)``.
         description: Its docstring.
         arguments: Instead of those on the command line.
     """
@@ -305,7 +305,7 @@ def main(module: str, description: str | None, arguments: Sequence[str] | None =
         torch.set_num_threads(options.threads)
     quick = options.quick
     default = QUICK_RESULTS if quick else RESULTS / "studies"
-    source = Source(module, quick, options.device, options.threads, options.ratio)
+    source = Source(module, quick, options.device, options.threads, options.ratio, options.width)
     study = Study(
         source,
         options.results or default,
@@ -333,6 +333,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=_count, default=1, help="runs at a time; 1 by default")
     parser.add_argument("--minutes", type=float, help="start no run after so many minutes")
     parser.add_argument("--ratio", type=float, default=DEFAULT_RATIO, help="dense over small")
+    parser.add_argument("--width", type=int, help="size of the model's stream")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, help="threads of torch; by default, torch's choice")
     parser.add_argument("--results", type=Path, help="folder of the files")

@@ -29,11 +29,12 @@ class Source:
     """Where a task comes from.
 
     Args:
-        module: A module with ``make_task(quick, device)``.
+        module: A module with ``make_task(quick, device, width)``.
         quick: Whether the task is one of seconds.
         device: Where it trains.
         threads: Threads of torch; its own choice if ``None``.
         ratio: How much smaller the compressed layers are to be.
+        width: Size of the model's stream; the task's own choice if ``None``.
     """
 
     module: str
@@ -41,12 +42,14 @@ class Source:
     device: str = "cpu"
     threads: int | None = None
     ratio: float = 9.5
+    width: int | None = None
 
     def load(self) -> Task:
         """Return the task."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        task: Task = importlib.import_module(self.module).make_task(self.quick, self.device)
+        module = importlib.import_module(self.module)
+        task: Task = module.make_task(self.quick, self.device, self.width)
         return task
 
 

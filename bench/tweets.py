@@ -20,11 +20,11 @@ STEPS = {QUICK_SIZES: (12, 8), CPU_SIZES: (300, 32), GPU_SIZES: (900, 32)}
 """Steps of a run and examples of a step."""
 
 
-def make_task(quick: bool = False, device: str = "cpu") -> Task:
+def make_task(quick: bool = False, device: str = "cpu", width: int | None = None) -> Task:
     """Return the task, its tweets read."""
-    sizes = sizes_for(quick, device)
+    sizes = sizes_for(quick, device, width)
     data = load_tweets(vocabulary_size=sizes.vocabulary_size, length=sizes.length)
-    steps, batch_size = STEPS[sizes]
+    steps, batch_size = STEPS[sizes_for(quick, device)]
     return classification(
         "tweets", data, steps=steps, batch_size=batch_size, sizes=sizes, device=device
     )

@@ -5,7 +5,7 @@ Shape legend: B examples, T tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -46,17 +46,22 @@ GPU_SIZES = ClassifierSizes(768, 3072, 12, 6, 30522, 64)
 """The paper's width, depth and vocabulary."""
 
 
-def sizes_for(quick: bool, device: str, cpu_sizes: ClassifierSizes = CPU_SIZES) -> ClassifierSizes:
+def sizes_for(
+    quick: bool, device: str, width: int | None = None, cpu_sizes: ClassifierSizes = CPU_SIZES
+) -> ClassifierSizes:
     """Return the sizes of a study: the paper's on a GPU, unless it is to take seconds.
 
     Args:
         quick: Whether it is to take seconds, on any device.
         device: Where it trains.
+        width: Instead of the usual one; the feed-forward parts follow.
         cpu_sizes: Those on a CPU.
     """
-    if quick:
-        return QUICK_SIZES
-    return cpu_sizes if torch.device(device).type == "cpu" else GPU_SIZES
+    sizes = cpu_sizes if torch.device(device).type == "cpu" else GPU_SIZES
+    sizes = QUICK_SIZES if quick else sizes
+    if width is None:
+        return sizes
+    return replace(sizes, width=width, ffn_width=sizes.ffn_width * width // sizes.width)
 
 
 def build_classifier(sizes: ClassifierSizes, num_classes: int, dropout: float = 0.0) -> SixEncoder:

@@ -24,7 +24,7 @@ def build():
     return nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32), nn.Linear(32, 32))
 
 
-def make_task(quick=False, device="cpu", *, steps=60, better="lower", name="tiny"):
+def make_task(quick=False, device="cpu", width=None, *, steps=60, better="lower", name="tiny"):
     """Two layers are compressed, the last one is not."""
     parts = {"validation": draw(900, 0), "test": draw(901, 0)}
     return Task(

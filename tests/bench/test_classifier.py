@@ -116,7 +116,13 @@ def test_the_sizes_of_the_studies():
 def test_a_gpu_trains_the_papers_sizes(quick, device, sizes):
     assert sizes_for(quick, device) is sizes
     own = replace(SIZES, length=7)
-    assert sizes_for(quick, device, own) is (own if sizes is CPU_SIZES else sizes)
+    assert sizes_for(quick, device, cpu_sizes=own) is (own if sizes is CPU_SIZES else sizes)
+
+
+def test_a_width_asked_for_takes_the_feed_forward_parts_along():
+    sizes = sizes_for(False, "cpu", 128)
+    assert (sizes.width, sizes.ffn_width) == (128, 384)
+    assert replace(sizes, width=256, ffn_width=768) == CPU_SIZES
 
 
 @pytest.mark.parametrize(
