@@ -58,7 +58,7 @@ class Training:
     def __init__(self, model, **config):
         self.model = self.run = model
         self.optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
-        config = {"prune_every": 1, "gamma": 0.0, **config}
+        config = {"prune_every": 1, "gamma": 0.0, "patience": 1, "balance": False, **config}
         self.adapter = RankAdapter(
             model, self.optimizer, RankConfig(**{"method": "comera", **config})
         )
@@ -342,7 +342,7 @@ def test_many_batches_make_few_graphs_after_a_shrink_too():
 
 
 def test_warnings_point_at_who_calls_the_adapter():
-    training = Training(Net(), gamma=1.0, patience=1)
+    training = Training(Net(), gamma=1.0)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(100):
