@@ -231,7 +231,8 @@ class FiniteSteps:
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     held = [p.grad for group in optimizer.param_groups for p in group["params"]]
     own = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in held]
-    return [grad._values() if grad.is_sparse else grad for grad in own if grad is not None]
+    dense = [grad._values() if grad.is_sparse else grad for grad in own if grad is not None]
+    return [grad for grad in dense if grad.numel()]  # of nothing there is no largest entry
 
 
 def _hook_of(owner: weakref.ref[FiniteSteps], k: int) -> Hook:

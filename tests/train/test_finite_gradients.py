@@ -119,6 +119,19 @@ def test_an_optimizer_that_holds_nothing_yet_takes_its_steps():
     assert not finite.ended_step()
 
 
+@pytest.mark.parametrize("value", [1.0, 3e38, NAN])
+def test_a_gradient_without_entries_is_left_out(value):
+    """As of the rank weights of a layer that has died."""
+    held = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(2))]
+    optimizer = torch.optim.SGD(held, lr=1e-30)
+    finite = FiniteSteps(optimizer)
+    for parameter in held:
+        parameter.grad = torch.full_like(parameter, value)
+    with quiet() if value is NAN else warnings.catch_warnings():
+        optimizer.step()
+    assert finite.ended_step() is (value is NAN)
+
+
 def test_large_and_sparse_gradients_are_finite():
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=1e-30)
