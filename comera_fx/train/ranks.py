@@ -39,6 +39,9 @@ class RankAdapter:
     ``loss`` and ``step`` run eagerly, also where a compiled function calls them, as their state
     changes with every step. Compile the model, or a function that ends with the task loss.
 
+    Copy or pickle it together with model and optimizer, ``copy.deepcopy((model, optimizer,
+    adapter))``: by itself it takes a model and an optimizer of its own along.
+
     Args:
         model: A model from ``optimize``; a compiled one works too, and one that is, or later gets,
             wrapped in ``DistributedDataParallel``: all processes then cut alike, the wrapper
@@ -320,6 +323,10 @@ class RankAdapter:
         self._layers.take_ranks()
         self._method.load_state_dict(state["method_state"])
         self._layers.processes.rebuild()  # the model's ranks may be others since it was loaded
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        claim(self, self._layers.by_name)
 
     # ---- within a step ----
 

@@ -36,10 +36,19 @@ class Growth:
         self._layers = layers
         self._before: Counts | None = None
         self._room = self._num_trials = 0
-        if config.regrow:
-            for optimizer in layers.optimizers:
+        self._grows = bool(config.regrow)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Put hooks on the optimizers, which go when this object does."""
+        if self._grows:
+            for optimizer in self._layers.optimizers:
                 handle = optimizer.register_step_pre_hook(_hook_of(weakref.ref(self)))
                 weakref.finalize(self, handle.remove)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._watch()
 
     def begin(self, room: int) -> None:
         """Put trial directions into all bonds.
