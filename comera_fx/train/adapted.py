@@ -96,9 +96,16 @@ class AdaptedLayers:
             threshold: Of the rank weights that it gets if the layers have some.
 
         Raises:
-            RankError: If it is no such copy.
+            RankError: If it is no such copy, or follows already.
         """
         layers = check_copy(copy, self.by_name)
+        if any(layer in other.values() for other in self._copies for layer in layers.values()):
+            raise RankError(
+                "a copy that follows the model twice would be cut twice",
+                got=f"{type(copy).__name__}, of which layers follow already",
+                expected="each copy once, wrapped or not",
+                mend="leave out the second call of follow",
+            )
         if threshold is not None:
             for layer in layers.values():
                 layer.attach_rank_weights(threshold)

@@ -211,6 +211,22 @@ def test_what_is_no_copy_is_refused():
     assert other[0].spec.ranks == (1, 4, 8, 4, 1)
 
 
+def test_a_copy_that_follows_already_is_refused_and_the_run_goes_on():
+    run = Run("comera")
+    for again in (run.average, run.average.module):
+        with pytest.raises(RankError) as caught:
+            run.adapter.follow(again)
+        assert str(caught.value) == (
+            "a copy that follows the model twice would be cut twice\n"
+            f"  got:      {type(again).__name__}, of which layers follow already\n"
+            "  expected: each copy once, wrapped or not\n"
+            "  mend:     leave out the second call of follow"
+        )
+    run.train(60)
+    assert run.average.module[0].spec == run.model[0].spec
+    assert run.adapter.size < run.adapter.initial_size
+
+
 def test_a_copy_made_before_a_cut_is_refused_after_it():
     run = Run("rounding")
     early = copy.deepcopy(run.model)
