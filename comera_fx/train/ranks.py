@@ -212,7 +212,7 @@ class RankAdapter:
                 ``torch.optim.swa_utils.AveragedModel``.
 
         Raises:
-            RankError: If its TT layers are not those of the model.
+            RankError: If its TT layers are not those of the model, or follow already.
 
         Example:
             >>> optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
@@ -334,6 +334,7 @@ class RankAdapter:
         """Cut, unless the loss is not finite; return whether it was."""
         is_finite = self._memory.is_finite
         if is_finite is not None and not bool(is_finite):
+            self._layers.check_finite()  # a bad batch passes, cores that are lost do not
             return False
         self._method.prune(stage, self._stages.late_progress)
         self._layers.processes.refresh()

@@ -57,6 +57,22 @@ def test_without_it_a_bad_batch_is_the_end_of_a_model():
     assert finite.num_skipped == 0
 
 
+@pytest.mark.parametrize("method", ["comera", "proximal", "rounding"])
+def test_without_it_the_next_cut_says_what_cores_have_been_lost(method):
+    """A loss that is not finite only leaves out the cut; so would every one that follows."""
+    model = small_model()
+    optimizer = torch.optim.SGD(param_groups(model, lr=1e-3))
+    config = RankConfig(method=method, prune_every=1, skip_nonfinite=False)
+    adapter = RankAdapter(model, optimizer, config)
+    adapter.loss(torch.tensor(NAN))
+    adapter.step()
+    x, y = batch(0)
+    adapter.loss(nn.functional.mse_loss(model(x), y) * NAN).backward()
+    optimizer.step()
+    with pytest.raises(RankError, match="layer '0' has numbers that are not finite"):
+        adapter.step()
+
+
 def test_ranks_shrink_to_the_same_numbers_around_bad_batches():
     ends = []
     good = list(range(60))
