@@ -63,17 +63,41 @@ def claim(adapter: object, layers: dict[str, TTModule]) -> None:
     Raises:
         RankError: If another adapter that is still in use has one of them.
     """
+    name = _claimed(layers)
+    if name is not None:
+        raise RankError(
+            "two adapters on one layer would cut each other's ranks",
+            got=f"a second RankAdapter for layer {name!r}",
+            expected="one adapter per layer",
+            mend="go on with the first, delete it, or exclude the layer from one of them",
+        )
+    for layer in layers.values():
+        _OWNERS[layer] = weakref.ref(adapter)
+
+
+def check_unclaimed(layers: dict[str, TTModule]) -> None:
+    """Raise where an adapter is at work, which would not know of a cut that it has not made.
+
+    Raises:
+        RankError: Naming the first such layer.
+    """
+    name = _claimed(layers)
+    if name is not None:
+        raise RankError(
+            "a RankAdapter is at work on the model, and must make its cuts",
+            got=f"compact(model, ..) with an adapter for layer {name!r}",
+            expected="a model without an adapter that is still in use",
+            mend="call adapter.compact(tol) instead, or delete the adapter first",
+        )
+
+
+def _claimed(layers: dict[str, TTModule]) -> str | None:
+    """The first layer that an adapter in use has."""
     for name, layer in layers.items():
         owner = _OWNERS.get(layer)
         if owner is not None and owner() is not None:
-            raise RankError(
-                "two adapters on one layer would cut each other's ranks",
-                got=f"a second RankAdapter for layer {name!r}",
-                expected="one adapter per layer",
-                mend="go on with the first, delete it, or exclude the layer from one of them",
-            )
-    for layer in layers.values():
-        _OWNERS[layer] = weakref.ref(adapter)
+            return name
+    return None
 
 
 def check_holds_cores(optimizers: Sequence[Optimizer], layers: dict[str, TTModule]) -> None:

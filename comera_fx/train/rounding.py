@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from comera_fx.balance import Directions
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
+from comera_fx.train.adaptable import check_unclaimed
 from comera_fx.train.adapted import AdaptedLayers
 from comera_fx.train.methods import above_error
 
@@ -35,8 +36,9 @@ def compact(
         the errors of its bonds, added in squares.
 
     Raises:
-        RankError: If ``tol`` is out of range, the model has no trainable TT layer, a core is not
-            finite, or the state of an optimizer cannot follow; nothing has changed.
+        RankError: If ``tol`` is out of range, the model has no trainable TT layer or is a
+            ``RankAdapter``'s, a core is not finite, or the state of an optimizer cannot follow;
+            nothing has changed.
 
     Source:
         Oseledets, "Tensor-Train Decomposition", SISC 2011, Algorithm 2 (rounding); from memory.
@@ -47,8 +49,24 @@ def compact(
         True
     """
     check_tolerance(tol)
-    held = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    return compact_layers(AdaptedLayers(model, held, RankConfig(), None), tol)
+    layers = AdaptedLayers(model, _held(model, optimizers), RankConfig(), None)
+    check_unclaimed(layers.by_name)
+    return compact_layers(layers, tol)
+
+
+def _held(model: object, optimizers: object) -> list[Optimizer]:
+    """The optimizers, which may be none, of types that ``compact`` takes."""
+    held = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    wanted = [("model", model, nn.Module), *(("optimizer", each, Optimizer) for each in held)]
+    for name, value, kind in wanted:
+        if not isinstance(value, kind):
+            raise RankError(
+                f"compact got the wrong type of {name}",
+                got=type(value).__name__,
+                expected="an nn.Module, a tolerance, and a torch optimizer or several",
+                mend="write compact(model, 0.01, optimizer), or leave the optimizer out",
+            )
+    return [each for each in held if isinstance(each, Optimizer)]
 
 
 def check_tolerance(tol: float) -> None:

@@ -300,12 +300,12 @@ def test_cores_that_are_not_finite_are_refused_and_nothing_changes(method, how, 
     with torch.no_grad():
         model[2].cores[1][0, 1, 2] = value
     before = copy.deepcopy(model.state_dict())
-    adapter.loss(torch.tensor(1.0))
-    act = {
-        "step": adapter.step,
-        "compact": lambda: adapter.compact(0.1),
-        "alone": lambda: compact(model, 0.1),
-    }[how]
+    if how == "alone":
+        del adapter  # which would refuse it
+        act = lambda: compact(model, 0.1)  # noqa: E731
+    else:
+        adapter.loss(torch.tensor(1.0))
+        act = {"step": adapter.step, "compact": lambda: adapter.compact(0.1)}[how]
     with pytest.raises(RankError, match="layer '2' has numbers that are not finite") as caught:
         act()
     assert len(str(caught.value).splitlines()) == 4
@@ -316,3 +316,42 @@ def test_cores_that_are_not_finite_are_refused_and_nothing_changes(method, how, 
 def test_a_model_without_layers_of_ranks_is_refused():
     with pytest.raises(RankError, match="no TT layer whose ranks could adapt"):
         compact(nn.Linear(4, 4), 0.1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_with_an_adapter_is_left_to_it(method):
+    model, optimizer, adapter = adapted(method)
+    train(model, optimizer, adapter, range(3))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RankError) as caught:
+        compact(model, 0.3, optimizer)
+    assert str(caught.value) == (
+        "a RankAdapter is at work on the model, and must make its cuts\n"
+        "  got:      compact(model, ..) with an adapter for layer '0'\n"
+        "  expected: a model without an adapter that is still in use\n"
+        "  mend:     call adapter.compact(tol) instead, or delete the adapter first"
+    )
+    for name, entry in model.state_dict().items():
+        torch.testing.assert_close(entry, before[name], rtol=0, atol=0)
+    train(model, optimizer, adapter, range(3, 20))
+    del adapter
+    assert 0 < compact(model, 0.3, optimizer) <= 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "got"),
+    [
+        ((None, 0.1), "model", "NoneType"),
+        ((make(), 0.1, None), "optimizer", "NoneType"),
+        ((make(), 0.1, [torch.optim.SGD([torch.zeros(1)], lr=0.1), 3]), "optimizer", "int"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(arguments, name, got):
+    with pytest.raises(RankError) as caught:
+        compact(*arguments)
+    assert str(caught.value) == (
+        f"compact got the wrong type of {name}\n"
+        f"  got:      {got}\n"
+        "  expected: an nn.Module, a tolerance, and a torch optimizer or several\n"
+        "  mend:     write compact(model, 0.01, optimizer), or leave the optimizer out"
+    )
