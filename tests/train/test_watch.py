@@ -188,8 +188,11 @@ def test_a_layer_that_compact_empties_is_said_to_the_caller(in_adaptation):
     model, adapter = make(method="rounding")
     with torch.no_grad():
         model[0].cores[0].zero_()
+    optimizers, call = adapter.optimizers, adapter.compact
+    if not in_adaptation:
+        del adapter, call
     with pytest.warns(UserWarning, match="bond of layer '0' have died") as caught:
-        adapter.compact(0.1) if in_adaptation else compact(model, 0.1, adapter.optimizers)
+        call(0.1) if in_adaptation else compact(model, 0.1, optimizers)
     assert [warning.filename for warning in caught] == [__file__]
     assert str(caught[0].message).endswith("is its bias alone. Its weight was zero.")
 
