@@ -90,7 +90,17 @@ class FiniteSteps:
 
         Args:
             loss: Any number of losses that the next step is to be made of.
+
+        Raises:
+            RankError: If it is no tensor.
         """
+        if not isinstance(loss, Tensor):
+            raise RankError(
+                "FiniteSteps.note needs losses",
+                got=type(loss).__name__,
+                expected="a tensor",
+                mend="note the loss itself, before loss.item()",
+            )
         if not self._enabled:
             return
         is_finite = torch.isfinite(loss.detach()).all()

@@ -41,7 +41,7 @@ def param_groups(
     Example:
         >>> optimizer = torch.optim.AdamW(param_groups(model, lr=2e-3))
     """
-    modules = [module for _, module in tt_modules(model)]
+    modules = [module for _, module in tt_modules(model)] if isinstance(model, nn.Module) else []
     if not modules:
         raise RankError(
             "the model has no TT layer",

@@ -312,6 +312,19 @@ def test_what_is_no_optimizer_is_refused(wrong):
     assert len(str(caught.value).splitlines()) == 4
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_loss_that_is_a_number_is_refused(enabled):
+    finite = FiniteSteps(torch.optim.SGD([torch.zeros(1)], lr=0.1), enabled=enabled)
+    with pytest.raises(RankError) as caught:
+        finite.note(5.0)
+    assert str(caught.value) == (
+        "FiniteSteps.note needs losses\n"
+        "  got:      float\n"
+        "  expected: a tensor\n"
+        "  mend:     note the loss itself, before loss.item()"
+    )
+
+
 CODE = """
 import sys, warnings
 import torch

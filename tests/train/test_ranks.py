@@ -304,6 +304,7 @@ def dense_then_optimized():
             "no TT layer whose ranks could adapt",
         ),
         (lambda: param_groups(nn.Linear(2, 2), lr=1e-3), "no TT layer"),
+        (lambda: param_groups(None, lr=1e-3), "no TT layer"),
         (lambda: make()[2].loss(torch.ones(2)), "needs a scalar"),
         (
             lambda: RankAdapter(as_sharded(make()[0]), make()[1]),

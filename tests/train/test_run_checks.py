@@ -9,7 +9,7 @@ from torch import nn
 
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
-from comera_fx.train import RankAdapter, load_run, save_run
+from comera_fx.train import RankAdapter, latest_run, load_run, save_run
 from comera_fx.train.saving.files import read_state, write_atomically
 from tests.train.runs import Loop, as_lists, optimized
 
@@ -177,6 +177,27 @@ def test_files_that_are_no_checkpoint_of_the_run(damage, problem, tmp_path):
         loop.load(path)
     assert len(str(caught.value).splitlines()) == 4
     assert repr(as_lists(loop.model.state_dict())) == before
+
+
+@pytest.mark.parametrize("path", [None, 3, b"runs"])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda path: save_run(path, step=1, model=nn.Linear(1, 1)),
+        lambda path: load_run(path, model=nn.Linear(1, 1)),
+        latest_run,
+    ],
+    ids=["save_run", "load_run", "latest_run"],
+)
+def test_what_is_no_path_is_refused(act, path):
+    with pytest.raises(RankError) as caught:
+        act(path)
+    assert str(caught.value) == (
+        "a checkpoint needs a path\n"
+        f"  got:      {type(path).__name__}\n"
+        "  expected: a file or a folder, as text or pathlib.Path\n"
+        "  mend:     write save_run('runs/first.pt', step=n, model=model, optimizer=optimizer)"
+    )
 
 
 def test_a_part_that_is_not_given_is_said(tmp_path):

@@ -32,6 +32,7 @@ from comera_fx.train.saving.run_checks import (
     check_names,
     check_part,
     check_request,
+    checked_path,
     held_names,
 )
 
@@ -109,7 +110,7 @@ def save_run(
         >>> load_run("runs/first", **parts).step
         100
     """
-    path = Path(path)
+    path = checked_path(path)
     held = _flat(parts)
     check_request(path, step, keep)
     state = {
@@ -152,7 +153,7 @@ def load_run(
         RankError: If there is no such file, it is damaged or of another kind or version, or its
             parts are not those given: missing ones, another model or optimizer.
     """
-    path = Path(path)
+    path = checked_path(path)
     if path.is_dir():
         path = latest_run(path) or path / "step-*.pt"
     held = _flat(parts)
@@ -179,7 +180,7 @@ def load_run(
 
 def latest_run(folder: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint of the last step in a folder of ``save_run(..., keep=n)``, if any."""
-    folder = Path(folder)
+    folder = checked_path(folder)
     found = numbered_in(folder) if folder.is_dir() else {}
     return found[max(found)] if found else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,22 @@ SHOWN = 3
 """Names given in a message, of all that are wrong."""
 
 Saved = dict[str, Any]
+
+
+def checked_path(path: object) -> Path:
+    """Return the path of a checkpoint or of a folder of them.
+
+    Raises:
+        RankError: If it is none.
+    """
+    if isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str):
+        return Path(os.fspath(path))
+    raise RankError(
+        "a checkpoint needs a path",
+        got=type(path).__name__,
+        expected="a file or a folder, as text or pathlib.Path",
+        mend="write save_run('runs/first.pt', step=n, model=model, optimizer=optimizer)",
+    )
 
 
 def check_request(path: Path, step: int, keep: int | None) -> None:
