@@ -235,7 +235,23 @@ def check_copy(copy: nn.Module, layers: dict[str, TTModule]) -> dict[str, TTModu
     return {name: own[name] for name in layers}
 
 
-def check_loadable(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+PARTS = ("stages", "method_state", "deaths", "growth", "finite", "watch")
+"""Entries of an adapter's state that have entries of their own."""
+
+
+def missing_entries(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Return what a state lacks of an adapter's own, as ``"stages.num_steps"`` for a part's."""
+    missing: list[str] = []
+    for name, value in own.items():
+        entry = state.get(name)
+        if name not in state or (name in PARTS and not isinstance(entry, Mapping)):
+            missing.append(name)
+        elif isinstance(entry, Mapping) and name in PARTS:
+            missing += [f"{name}.{inner}" for inner in missing_entries(entry, value)]
+    return missing
+
+
+def check_loadable(state: object, own: Mapping[str, Any]) -> None:
     """Raise unless an adapter can go on from a state.
 
     Args:
@@ -245,26 +261,29 @@ def check_loadable(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     Raises:
         RankError: If something is missing, or the method or the model's ranks are others.
     """
-    missing = sorted(own.keys() - state.keys())
-    if missing:
-        raise RankError(
-            "the adapter's state is incomplete",
-            got=f"no {', '.join(missing)}",
-            expected="what RankAdapter.state_dict returned",
-            mend="load the checkpoint's adapter state, not the model's or the optimizer's",
-        )
-    if state["method"] != own["method"]:
+    entries: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
+    method = entries.get("method", own["method"])
+    if method != own["method"]:
         raise RankError(
             "the adapter's state belongs to another method",
             got=f"method {own['method']!r}",
-            expected=f"{state['method']!r}",
+            expected=f"{method!r}",
             mend="make the RankAdapter with the RankConfig that the run was started with",
         )
-    if state["ranks"] != own["ranks"]:
+    missing = missing_entries(entries, own)
+    if missing:
+        is_dict = isinstance(state, Mapping)
+        raise RankError(
+            "the adapter's state is incomplete",
+            got=f"no {', '.join(missing)}" if is_dict else f"a {type(state).__name__}",
+            expected="what RankAdapter.state_dict returned",
+            mend="load the checkpoint's adapter state, not the model's or the optimizer's",
+        )
+    if entries["ranks"] != own["ranks"]:
         raise RankError(
             "the adapter's state belongs to other ranks than the model has",
             got=f"model {own['ranks']}",
-            expected=f"{state['ranks']}",
+            expected=f"{entries['ranks']}",
             mend="call model.load_state_dict with the checkpoint's model first",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -287,7 +288,7 @@ class RankAdapter:
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings, lists and dicts: ``torch.load(weights_only=True)``."""
         mean = self._memory.mean
-        return {
+        state = {
             "method": self.config.method,
             "initial_size": self.initial_size,
             "target_size": self.target_size,
@@ -297,9 +298,10 @@ class RankAdapter:
             "method_state": self._method.state_dict(),
             "finite": self._finite.state_dict(),
             "watch": self._watch.state_dict(),
-            "history": [dict(entry) for entry in self.history],
+            "history": self.history,
             "ranks": self.ranks,
         }
+        return deepcopy(state)  # of which the run changes nothing later
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``; load the model's and the optimizer's state first.
@@ -307,9 +309,11 @@ class RankAdapter:
         The target is that of the state, whatever the config says.
 
         Raises:
-            RankError: If the model's ranks, or the method, are not those of the state.
+            RankError: If something is missing in the state, or the model's ranks, or the method,
+                are not those of the state; nothing has changed.
         """
         check_loadable(state, self.state_dict())
+        state = deepcopy(state)
         self._layers.processes.find(required=False)
         self.initial_size, self.target_size = state["initial_size"], state["target_size"]
         self._method.retarget(self.target_size, self.initial_size)
@@ -319,7 +323,7 @@ class RankAdapter:
         self._has_begun_late = state["has_begun_late"]
         self._finite.load_state_dict(state["finite"])
         self._watch.load_state_dict(state["watch"])
-        self.history = [dict(entry) for entry in state["history"]]
+        self.history = state["history"]
         self._layers.take_ranks()
         self._method.load_state_dict(state["method_state"])
         self._layers.processes.rebuild()  # the model's ranks may be others since it was loaded

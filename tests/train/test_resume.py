@@ -87,3 +87,73 @@ def test_ranks_changed_from_outside_are_noticed():
     model.load_state_dict(best)
     with pytest.raises(RankError, match="changed outside the adapter"):
         adapter.loss(torch.tensor(1.0))
+
+
+# ---- states that are damaged ----
+
+PACE = {
+    "comera": {"rho": 0.5, "early_steps": 5},
+    "proximal": {"shrink_steps": 40, "regrow": 0.1},
+    "rounding": {"shrink_steps": 40},
+}
+PLACES = [
+    ("history",),
+    ("stages",),
+    ("method_state",),
+    ("finite", "in_a_row"),
+    ("watch", "told"),
+    ("stages", "best"),
+    ("method_state", "met"),
+    ("method_state", "deaths"),
+    ("method_state", "deaths", "seen"),
+]
+
+
+def without(state, place):
+    """The state without an entry, or with a number in place of a part."""
+    outer, name = (state, place[0]) if len(place) == 1 else (state[place[0]], place[1])
+    if len(place) == 3:
+        outer, name = outer[name], place[2]
+    if name in ("stages", "method_state"):
+        return {**state, name: 3}
+    del outer[name]
+    return state
+
+
+@pytest.mark.parametrize("place", PLACES, ids=".".join)
+@pytest.mark.parametrize("method", PACE)
+def test_a_damaged_state_is_refused_and_changes_nothing(method, place):
+    settings = {"method": method, "prune_every": 5, **PACE[method]}
+    _, _, adapter = make(target_ratio=0.4, **settings)
+    _, _, other = make(target_ratio=0.8, **settings)
+    before = other.state_dict()
+    with pytest.raises(RankError) as caught:
+        other.load_state_dict(without(adapter.state_dict(), place))
+    assert str(caught.value) == (
+        "the adapter's state is incomplete\n"
+        f"  got:      no {'.'.join(place)}\n"
+        "  expected: what RankAdapter.state_dict returned\n"
+        "  mend:     load the checkpoint's adapter state, not the model's or the optimizer's"
+    )
+    assert other.state_dict() == before
+    assert other.target_size != adapter.target_size
+
+
+@pytest.mark.parametrize("wrong", [None, [], "state"])
+def test_what_is_no_state_is_refused(wrong):
+    _, _, adapter = make()
+    with pytest.raises(RankError, match=f"incomplete\n  got:      a {type(wrong).__name__}\n"):
+        adapter.load_state_dict(wrong)
+
+
+def test_a_state_and_an_adapter_share_nothing():
+    model, optimizer, adapter = make(method="rounding", target_ratio=0.5, **PACE["rounding"])
+    train(model, optimizer, adapter, range(30))
+    state = adapter.state_dict()
+    kept = torch.load(io.BytesIO(saved(state)), weights_only=True)
+    state["history"][-1]["ranks"]["0"][0] = 99
+    assert adapter.state_dict() == kept
+    adapter.load_state_dict(state | {"history": kept["history"]})
+    adapter.history[-1]["ranks"]["0"][0] = 77
+    assert kept["history"] == torch.load(io.BytesIO(saved(kept)), weights_only=True)["history"]
+    assert kept["history"][-1]["ranks"]["0"][0] != 77

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from comera_fx.errors import RankError
 from comera_fx.modules import TTModule
+from comera_fx.train.adaptable import missing_entries
 from comera_fx.train.ranks import RankAdapter
 
 FORMAT, VERSION = "comera_fx run", 1
@@ -139,17 +140,14 @@ def check_part(name: str, part: Any, saved: Saved, names: Mapping[int, str], str
         layers = list(saved["state"].get("ranks", {}))
         if layers != list(part.ranks):
             raise _another(name, _differing(list(part.ranks), layers, "layer"), "exclude the same")
+        method, saved_method = part.config.method, saved["state"].get("method")
+        if saved_method not in (method, None):
+            mend = "make it with the RankConfig of the saved run"
+            raise _another(name, f"method {method!r}", mend, repr(saved_method))
     if isinstance(part, (RankAdapter, torch.amp.GradScaler)):
-        missing = [key for key in part.state_dict() if key not in saved["state"]]
+        missing = missing_entries(saved["state"], part.state_dict())
         if missing:
             raise _another(name, _some("no entry", missing), "make it as the saved run did")
-    if isinstance(part, RankAdapter) and part.config.method != saved["state"]["method"]:
-        raise _another(
-            name,
-            f"method {part.config.method!r}",
-            "make it with the RankConfig of the saved run",
-            repr(saved["state"]["method"]),
-        )
 
 
 def _check_model(name: str, model: nn.Module, saved: Mapping[str, Any], strict: bool) -> None:
