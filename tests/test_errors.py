@@ -248,13 +248,43 @@ def test_settings_that_a_method_does_not_read_are_refused(settings, expected, me
     assert len(lines) == 3
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"early_steps": 0},
+        {"early_epochs": 2.5, "steps_per_epoch": 7},
+        {"plateau": 3},
+        {"shrink_steps": 50},
+        {"shrink_steps": 50, "method": "rounding"},
+        {"regrow": 0.1},
+        {"w1": 2.0, "method": "comera"},
+        {"w2": 0.0, "method": "comera"},
+        {"rho": 0.5, "method": "comera"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_do_nothing_without_a_target_are_refused(settings):
+    name, got = next(iter(settings.items()))
+    with pytest.raises(ConfigError) as caught:
+        RankConfig(**settings)
+    assert str(caught.value) == (
+        f"RankConfig.{name} is out of range\n"
+        f"  got:      {got!r}\n"
+        "  expected: left out without a target, where the early stage has no end\n"
+        f"  mend:     give a target such as target_ratio=0.5, or leave out {name}"
+    )
+    for target in ({"target_ratio": 0.5}, {"target_params": 9}, {"target_bytes": 9}):
+        assert getattr(RankConfig(**settings, **target), name) == got
+
+
 def test_settings_at_the_ends_of_their_ranges_are_taken():
     PlanConfig(memory_limit_bytes=1)
     OptimizeConfig(max_rank=1, min_params=0, num_tokens_hint=1, tol=0, seed=2**64 - 1)
     OptimizeConfig(targets={"a"}, exclude=("b", "c"), plan=PlanConfig())
     OptimizeConfig(ranks={"a": 1, "b": (1, 4, 1)}, modes={"a": ([4, 4], [2, 8])}, targets=[])
     RankConfig(target_ratio=1, threshold=0, early_steps=0, warmup_steps=0, prune_every=1)
-    RankConfig(method="comera", beta=0, w1=0, w2=0, rho=1, min_rank=0, exclude=["head"])
+    RankConfig(method="comera", beta=0, min_rank=0, exclude=["head"])
+    RankConfig(method="comera", w1=0, w2=0, rho=1, target_bytes=1)
     RankConfig(method="comera", gamma=100.0)
-    RankConfig(gamma=0, beta=0.0, w1=1, rho=0.1, early_epochs=0, steps_per_epoch=1)
+    RankConfig(gamma=0, beta=0.0, w1=1, rho=0.1, target_ratio=1, early_epochs=0, steps_per_epoch=1)
     assert RankConfig(target_params=1).target_params == 1

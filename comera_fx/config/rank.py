@@ -38,9 +38,9 @@ class RankConfig:
             "rounding", early stage: a bond is cut to this relative error.
         warmup_steps: Steps at the start in which the task loss alone is trained.
         early_steps: Length of the early stage, in which ranks fall as far as the loss lets them.
-            If there is a target the late stage follows, and it begins earlier once the target is
-            met. ``None``: ten times ``prune_every`` for "comera", none for the others; without a
-            target, for ever.
+            The late stage follows, and it begins earlier once the target is met. ``None``: ten
+            times ``prune_every`` for "comera", none for the others. Without a target the early
+            stage has no end, and what sets it or the late stage is refused.
         early_epochs: The same in epochs of ``steps_per_epoch`` steps.
         steps_per_epoch: Steps in an epoch, where ``early_epochs`` is given.
         plateau: The early stage ends once the running mean of the loss has not fallen by 1 % for
@@ -138,6 +138,7 @@ class RankConfig:
         self._check_counts()
         self._check_ends()
         self._check_fits_method()
+        self._check_fits_target(has_target=any(t is not None for t in targets))
         check_names("RankConfig.exclude", self.exclude)
 
     def _check_optional_counts(self) -> None:
@@ -278,3 +279,15 @@ class RankConfig:
             "None with method='comera', which comes down by its objective, by no schedule",
             "leave out shrink_steps and raise rho, or use method='proximal' or 'rounding'",
         )
+
+    def _check_fits_target(self, *, has_target: bool) -> None:
+        early = ("early_steps", "early_epochs", "plateau")
+        for name in (*early, "shrink_steps", "regrow", "w1", "w2", "rho"):
+            value, default = getattr(self, name), getattr(type(self), name)
+            check(
+                has_target or value == default,
+                f"RankConfig.{name}",
+                value,
+                "left out without a target, where the early stage has no end",
+                f"give a target such as target_ratio=0.5, or leave out {name}",
+            )

@@ -34,9 +34,10 @@ def make(seed=0):
 def adapted(method, **config):
     model = make()
     optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, rank_lr=5e-2))
-    config = {"target_ratio": 0.5, "prune_every": 5, "early_steps": 10, **config}
-    if method == "comera":
-        config = {"rho": 0.5, **config}
+    config = {"target_ratio": 0.5, "prune_every": 5, **config}
+    if config["target_ratio"] is not None:
+        pace = {"early_steps": 10} | ({"rho": 0.5} if method == "comera" else {})
+        config = {**pace, **config}
     return model, optimizer, RankAdapter(model, optimizer, RankConfig(method=method, **config))
 
 

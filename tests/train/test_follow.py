@@ -35,9 +35,10 @@ class Run:
         self.model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
         groups = param_groups(self.model, lr=3e-3, rank_lr=0.1, rest_lr=1.5e-2)
         self.optimizer = torch.optim.AdamW(groups)
-        config = {"target_ratio": 0.5, "prune_every": 5, "early_steps": 5, **settings}
-        if method != "comera":
-            config["shrink_steps"] = 30
+        config = {"target_ratio": 0.5, "prune_every": 5, **settings}
+        if config["target_ratio"] is not None:
+            pace = {"early_steps": 5} | ({} if method == "comera" else {"shrink_steps": 30})
+            config = {**pace, **config}
         self.adapter = RankAdapter(self.model, self.optimizer, RankConfig(method=method, **config))
         self.average = AveragedModel(self.model, **AVERAGES[average])
         self.adapter.follow(self.average)
@@ -111,7 +112,7 @@ def test_a_copy_of_the_model_is_cut_to_the_same_parameters(method):
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("comera", {"target_ratio": None, "gamma": 0.03, "early_steps": None}),
+        ("comera", {"target_ratio": None, "gamma": 0.03}),
         ("proximal", {}),
         ("rounding", {"regrow": 0.1}),
     ],
@@ -132,7 +133,7 @@ def test_an_average_has_the_ranks_of_the_model_and_is_as_good(method, settings):
 
 def test_a_change_of_basis_keeps_what_an_average_computes():
     """Where "comera" balances, with rank weights in both that are not 1."""
-    run = Run("comera", target_ratio=None, early_steps=None, gamma=0.1).train(9)
+    run = Run("comera", target_ratio=None, gamma=0.1).train(9)
     x, _ = run.batch()
     spread = [weight.std().item() for weight in run.average.module[0].rank_weights]
     assert max(spread) > 0.0

@@ -31,7 +31,9 @@ def make(method, model=None, optimizer_class=torch.optim.AdamW, lr=3e-3, seed=1,
     torch.manual_seed(seed)
     model = linears() if model is None else model()
     optimizer = optimizer_class(param_groups(model, lr=lr))
-    config = {"prune_every": 5, "shrink_steps": 50, **config}
+    if "target_ratio" in config:
+        config = {"shrink_steps": 50, **config}
+    config = {"prune_every": 5, **config}
     return model, optimizer, RankAdapter(model, optimizer, RankConfig(method=method, **config))
 
 

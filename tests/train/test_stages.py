@@ -17,7 +17,7 @@ SPEC = TTSpec("tt", (4, 8), (8, 4), (1, 4, 16, 4, 1))
 
 def stages_of(steps, losses=None, has_target=True, **config):
     """The stage of every step, where the mean loss is seen after it."""
-    stages = Stages(RankConfig(**config), has_target=has_target)
+    stages = Stages(RankConfig(target_ratio=0.5, **config), has_target=has_target)
     seen = []
     for step in range(steps):
         seen.append(stages.stage)
@@ -156,7 +156,7 @@ def test_a_target_that_is_met_ends_it_early(method):
     ids=str,
 )
 def test_the_way_begins_with_the_late_stage(config, expected):
-    stages = Stages(RankConfig(early_steps=2, **config), has_target=True)
+    stages = Stages(RankConfig(target_ratio=0.5, early_steps=2, **config), has_target=True)
     seen = []
     for _ in expected:
         seen.append(stages.late_progress)
@@ -167,7 +167,7 @@ def test_the_way_begins_with_the_late_stage(config, expected):
 @pytest.mark.parametrize("stop", [3, 8, 14])
 def test_stages_go_on_from_where_they_were(stop):
     losses = [0.9 ** min(step, 6) for step in range(30)]
-    config = RankConfig(plateau=4, warmup_steps=2, shrink_steps=10)
+    config = RankConfig(target_ratio=0.5, plateau=4, warmup_steps=2, shrink_steps=10)
     straight, resumed = (Stages(config, has_target=True) for _ in range(2))
     for step in range(stop):
         straight.count()
