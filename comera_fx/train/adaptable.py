@@ -288,6 +288,18 @@ def check_loadable(state: object, own: Mapping[str, Any]) -> None:
         )
 
 
+def warn_of_target(saved: int | None, own: int | None) -> None:
+    """Say where a state has another target than the config that goes on from it."""
+    if saved == own:
+        return
+    described = "no target" if saved is None else f"a target of {saved:,} parameters"
+    asked = "none" if own is None else f"{own:,}"
+    warn(
+        f"the saved run has {described}, and the config {asked}: it goes on to what was saved. For "
+        "another target load model and optimizer alone, and make a new RankAdapter."
+    )
+
+
 ADVICE: dict[RankMethod | None, str] = {
     "comera": "Raise min_rank, or lower gamma or the rank weights' learning rate.",
     "proximal": "Raise min_rank, or lower gamma.",

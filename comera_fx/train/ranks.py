@@ -19,6 +19,7 @@ from comera_fx.train.adaptable import (
     check_types,
     claim,
     hand_over,
+    warn_of_target,
 )
 from comera_fx.train.adapted import AdaptedLayers
 from comera_fx.train.finite import FiniteSteps
@@ -94,7 +95,8 @@ class RankAdapter:
         if self.config.method == "comera":
             check_can_hand_over(optimizers, self._layers.by_name)
         self.initial_size = self.size
-        self.target_size = self._target()
+        self._bytes_each = self._layers.num_bytes / max(self.size, 1)
+        self.target_size = self._target(self.initial_size)
         if self.target_size is not None:
             ranks, modes, floors = self._layers.ranks, self._layers.modes, self._layers.floors
             warn_if_out_of_reach(self.target_size, ranks, modes, floors)
@@ -306,7 +308,7 @@ class RankAdapter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict``; load the model's and the optimizer's state first.
 
-        The target is that of the state, whatever the config says.
+        The target is that of the state; where the config asks for another one, that is said.
 
         Raises:
             RankError: If something is missing in the state, or the model's ranks, or the method,
@@ -314,6 +316,7 @@ class RankAdapter:
         """
         check_loadable(state, self.state_dict())
         state = deepcopy(state)
+        warn_of_target(state["target_size"], self._target(state["initial_size"]))
         self._layers.processes.find(required=False)
         self.initial_size, self.target_size = state["initial_size"], state["target_size"]
         self._method.retarget(self.target_size, self.initial_size)
@@ -363,10 +366,11 @@ class RankAdapter:
 
     # ---- setting up ----
 
-    def _target(self) -> int | None:
+    def _target(self, initial_size: int) -> int | None:
+        """The size that the config asks a run to reach that was of this size at the start."""
         config = self.config
         if config.target_ratio is not None:
-            return max(int(config.target_ratio * self.initial_size), 1)
-        if config.target_bytes is not None:
-            return max(int(self.initial_size * config.target_bytes / self._layers.num_bytes), 1)
+            return max(int(config.target_ratio * initial_size), 1)
+        if config.target_bytes is not None and self._bytes_each:
+            return max(int(config.target_bytes / self._bytes_each), 1)
         return config.target_params

@@ -9,7 +9,7 @@ from torch import nn
 from comera_fx.config import RankConfig
 from comera_fx.errors import RankError
 from comera_fx.modules import TTLinear
-from comera_fx.train import RankAdapter
+from comera_fx.train import RankAdapter, param_groups
 from tests.train.students import STUDENT, make, saved, train
 
 
@@ -34,26 +34,58 @@ def test_a_resumed_run_gives_the_same_numbers(stop):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("other", [{"target_ratio": 0.9}, {}], ids=["another", "none"])
 @pytest.mark.parametrize("method", ["comera", "proximal", "rounding"])
 @pytest.mark.parametrize("stop", [4, 23])  # before the first cut, on the way
-def test_a_resumed_run_has_the_target_that_wassaved(method, other, stop):
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [({"target_ratio": 0.9}, "the config 1,900"), ({}, "the config none")],
+    ids=["another", "none"],
+)
+def test_a_resumed_run_has_the_target_that_was_saved_and_says_so(method, stop, other, told):
     """Whatever the ranks and the target that the resumed one was made with."""
-    config = {"method": method, "early_steps": 5, "rank_lr": 0.1, "prune_every": 5}
-    config |= {"rho": 0.5} if method == "comera" else {"shrink_steps": 40}
+    config = {"method": method, "rank_lr": 0.1, "prune_every": 2}
     model, optimizer, adapter = make(target_ratio=0.4, **config)
     train(model, optimizer, adapter, range(stop))
     stored = saved([part.state_dict() for part in (model, optimizer, adapter)])
-    train(model, optimizer, adapter, range(stop, 100))
+    train(model, optimizer, adapter, range(stop, 160))
     assert adapter.size <= adapter.target_size
 
     parts = make(**other, **config)
-    for part, state in zip(parts, torch.load(io.BytesIO(stored), weights_only=True), strict=True):
-        part.load_state_dict(state)
-    train(*parts, range(stop, 100))
+    with pytest.warns(UserWarning, match=f"has a target of {adapter.target_size:,}.*{told}"):
+        load(parts, stored)
+    train(*parts, range(stop, 160))
     assert parts[2].target_size == adapter.target_size
     assert parts[2].ranks == adapter.ranks
     assert parts[2].history == adapter.history
+
+
+def load(parts, stored):
+    states = torch.load(io.BytesIO(stored), weights_only=True)
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
+
+
+def test_a_saved_target_that_the_config_lacks_is_said_at_the_users_line():
+    model, optimizer, adapter = make(target_ratio=0.8)
+    stored = saved([part.state_dict() for part in make()])
+    with pytest.warns(UserWarning, match=r"has no target.*config 1,689: it goes on") as caught:
+        load((model, optimizer, adapter), stored)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert adapter.target_size is None
+
+
+@pytest.mark.parametrize("target", [{"target_ratio": 0.3}, {"target_bytes": 3333}, {}])
+def test_the_same_config_on_a_model_that_is_smaller_already_has_the_same_target(target):
+    model, optimizer, adapter = make(method="rounding", **target)
+    train(model, optimizer, adapter, range(60))
+    other = nn.Sequential(TTLinear(STUDENT, 32, 32), nn.Tanh(), TTLinear(STUDENT, 32, 32))
+    other.load_state_dict(model.state_dict())
+    own = torch.optim.AdamW(param_groups(other, lr=3e-3))
+    resumed = RankAdapter(other, own, adapter.config)
+    assert resumed.target_size != adapter.target_size or "target_ratio" not in target
+    resumed.load_state_dict(adapter.state_dict())
+    resumed.load_state_dict(adapter.state_dict())
+    assert resumed.target_size == adapter.target_size
 
 
 def test_loading_an_earlier_state_goes_back():
