@@ -49,7 +49,7 @@ class AdaptedLayers:
         self.by_name = adaptable_layers(model, config)
         self.optimizers = list(optimizers)
         self.processes = Processes(model, self.by_name, check_processes)
-        self.floors = {name: _floor(name, config) for name in self.by_name}
+        self._floors = {name: _floor(name, config) for name in self.by_name}
         self._model, self._method = model, config.method
         self._copies: list[dict[str, TTModule]] = []
         self._expected = self.ranks
@@ -77,6 +77,23 @@ class AdaptedLayers:
     def modes(self) -> dict[str, tuple[int, ...]]:
         """Layer name to the sizes of its cores' modes."""
         return {name: layer.spec.mode_sizes for name, layer in self.by_name.items()}
+
+    @property
+    def frozen(self) -> list[str]:
+        """Layers of which no core trains any more: they keep their ranks and what they hold."""
+        layers = self.by_name.items()
+        return [n for n, layer in layers if not any(core.requires_grad for core in layer.cores)]
+
+    @property
+    def frozen_size(self) -> int:
+        """TT parameters of the frozen layers."""
+        return sum(self.by_name[name].tt_params for name in self.frozen)
+
+    @property
+    def floors(self) -> dict[str, int]:
+        """Layer name to the ranks below which no bond is cut: of frozen layers all there are."""
+        ranks = self.ranks
+        return self._floors | {name: max(ranks[name]) for name in self.frozen}
 
     @property
     def rank_weights(self) -> list[nn.Parameter]:
@@ -112,14 +129,15 @@ class AdaptedLayers:
         self._copies.append(layers)
 
     def balanced(self, names: Iterable[str] | None = None) -> Bonds:
-        """Return the singular directions of layers, of all that have ranks if none are named.
+        """Return the singular directions of layers that have ranks and train, of all or of some.
 
         With several processes, those of the first, which alone looks for them.
         """
+        frozen = self.frozen
         held = [
             name
             for name in (self.by_name if names is None else names)
-            if self.by_name[name].tt_params
+            if self.by_name[name].tt_params and name not in frozen
         ]
         processes, found = self.processes, {}
         if processes.is_first:
@@ -251,7 +269,7 @@ class AdaptedLayers:
         self._changed(changed)
 
     def _basis(self, name: str, bond: Directions, rank: int) -> tuple[Tensor, Tensor]:
-        if len(bond.values) >= min(self.floors[name], rank):
+        if len(bond.values) >= min(self._floors[name], rank):
             return bond.into, bond.out_of
         unturned = torch.eye(rank, dtype=bond.into.dtype, device=bond.into.device)
         return unturned, unturned

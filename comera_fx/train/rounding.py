@@ -88,9 +88,9 @@ def compact_layers(layers: AdaptedLayers, tol: float) -> float:
     """Round all layers; see ``compact``."""
     layers.check_can_change()
     layers.check_finite()
-    kept = layers.balanced()
+    kept, floors = layers.balanced(), layers.floors
     cut = {
-        name: [_first(bond, tol / math.sqrt(len(own)), layers.floors[name]) for bond in own]
+        name: [_first(bond, tol / math.sqrt(len(own)), floors[name]) for bond in own]
         for name, own in kept.items()
     }
     layers.turn(cut, by_method=False)

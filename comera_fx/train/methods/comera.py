@@ -138,8 +138,9 @@ class CoMERA:
         threshold gets no gradient that could bring it back.
         """
         self.met = met
-        for weight in self._layers.rank_weights:
-            weight.requires_grad_(not met)
+        frozen = self._layers.frozen
+        for name, weight in zip(self._names(), self._layers.rank_weights, strict=True):
+            weight.requires_grad_(not met and name not in frozen)
             weight.grad = None
 
     # ---- cuts ----
@@ -262,9 +263,9 @@ class CoMERA:
         layers = self._layers
         weights = layers.rank_weights
         values = iter(torch.cat([weight.detach().double() for weight in weights]).tolist())
-        threshold = self._config.threshold
+        threshold, floors = self._config.threshold, layers.floors
         return [
-            Bond.of(name, list(islice(values, weight.numel())), threshold, layers.floors[name])
+            Bond.of(name, list(islice(values, weight.numel())), threshold, floors[name])
             for name, weight in zip(self._names(), weights, strict=True)
         ]
 

@@ -59,7 +59,9 @@ class Growth:
         if not room:
             return
         self._before, self._room = self._layers.ranks, room
-        alive = {name: inner for name, inner in self._before.items() if all(inner)}
+        frozen = self._layers.frozen
+        ranks = self._before.items()
+        alive = {name: inner for name, inner in ranks if all(inner) and name not in frozen}
         trials = {name: [TRIALS] * len(inner) for name, inner in alive.items()}
         self._layers.grow(trials, seed=self._num_trials)
         self._num_trials += 1

@@ -77,7 +77,7 @@ class SingularValues:
     # ---- cuts ----
 
     def prune(self, stage: Stage, progress: float) -> None:
-        """Bring all layers into balanced form, with fewer directions or weaker ones."""
+        """Bring all layers that train into balanced form, with fewer directions or weaker ones."""
         layers = self._layers
         layers.check_can_change()
         layers.check_finite()
@@ -93,7 +93,7 @@ class SingularValues:
                 bonds = self._soft_thresholded(bonds)
             counts = self._deaths.alive(bonds, self._live)
             if self._target is not None:
-                counts = filled(_shares(bonds), modes, self._target, counts)
+                counts = filled(_shares(bonds), modes, self._target - layers.frozen_size, counts)
         elif not self.met:
             counts, bonds = self._within_budget(bonds, progress)
         kept = {
@@ -154,11 +154,12 @@ class SingularValues:
     def _within_budget(self, bonds: Bonds, progress: float) -> tuple[Counts, Bonds]:
         shares = _shares(bonds)
         modes = {name: self._layers.modes[name] for name in bonds}
-        floors = self._layers.floors
-        counts = counts_within(shares, modes, self._budget(progress), floors)
+        floors, frozen = self._layers.floors, self._layers.frozen_size
+        counts = counts_within(shares, modes, self._budget(progress) - frozen, floors)
         if self._config.method == "rounding" or progress >= 1:
             return counts, bonds
-        later = counts_within(shares, modes, self._budget(self._ahead(progress)), floors)
+        ahead = self._budget(self._ahead(progress)) - frozen
+        later = counts_within(shares, modes, ahead, floors)
         return counts, {
             name: [_faded(bond, count) for bond, count in zip(own, later[name], strict=True)]
             for name, own in bonds.items()
