@@ -113,7 +113,7 @@ def check_holds_cores(optimizers: Sequence[Optimizer], layers: dict[str, TTModul
     if missing:
         raise RankError(
             "the optimizer does not hold the model's cores",
-            got=f"no cores of {len(missing)} layers, the first of them {missing[0]!r}",
+            got=f"not all cores of {len(missing)} layers, the first of them {missing[0]!r}",
             expected="an optimizer built after comera_fx.optimize, from the optimised model",
             mend="build it with torch.optim.AdamW(comera_fx.param_groups(model, lr=1e-3))",
         )

@@ -23,7 +23,7 @@ from comera_fx.train.adaptable import (
 )
 from comera_fx.train.adapted import AdaptedLayers
 from comera_fx.train.finite import FiniteSteps
-from comera_fx.train.methods import CoMERA, Method, SingularValues, warn_if_out_of_reach
+from comera_fx.train.methods import CoMERA, Method, SingularValues, out_of_reach
 from comera_fx.train.processes import check_whole_optimizer
 from comera_fx.train.rounding import check_tolerance, compact_layers
 from comera_fx.train.stages import LossMemory, Stage, Stages
@@ -95,11 +95,12 @@ class RankAdapter:
         if self.config.method == "comera":
             check_can_hand_over(optimizers, self._layers.by_name)
         self.initial_size = self.size
+        self._watch = Watch()
         self._bytes_each = self._layers.num_bytes / max(self.size, 1)
         self.target_size = self._target(self.initial_size)
         if self.target_size is not None:
             ranks, modes, floors = self._layers.ranks, self._layers.modes, self._layers.floors
-            warn_if_out_of_reach(self.target_size, ranks, modes, floors)
+            self._watch.say(out_of_reach(self.target_size, ranks, modes, floors))
         claim(self, self._layers.by_name)  # the last that may fail, and before any change
         self.history: list[dict[str, Any]] = []
         self._stages = Stages(self.config, has_target=self.target_size is not None)
@@ -107,8 +108,7 @@ class RankAdapter:
         self._finite = FiniteSteps(
             optimizers, enabled=self.config.skip_nonfinite, processes=self._layers.processes
         )
-        self._watch = Watch()
-        self._reminders = Reminders()
+        self._reminders = Reminders(self._watch)
         self._has_begun_late = False
         self._method = self._make_method()
 
@@ -127,6 +127,10 @@ class RankAdapter:
     @_disable_dynamo
     def loss(self, task_loss: Tensor) -> Tensor:
         """Return what to minimise in the present stage.
+
+        Where gradients of n batches add up to a step, write ``(adapter.loss(loss) /
+        n).backward()``: the size penalty of ``adapter.loss(loss / n)`` would count n times. With
+        a ``GradScaler``: ``scaler.scale(adapter.loss(loss)).backward()``.
 
         Args:
             task_loss: The model's loss, a scalar.
@@ -164,8 +168,9 @@ class RankAdapter:
     def step(self) -> None:
         """Count a step; every ``prune_every`` steps cut the ranks that have died.
 
-        Call it after ``optimizer.step()``. A step that was skipped, as its loss or a gradient was
-        not finite, does not count.
+        Call it after ``optimizer.step()`` and, of a ``GradScaler``, ``update()``. A step that was
+        skipped, as its loss or a gradient was not finite, does not count. One that a
+        ``GradScaler`` left out by itself, as its scale was too large for finite gradients, does.
 
         Raises:
             RankError: If a cut is due and cannot be made, as a core is not finite or something
@@ -268,13 +273,19 @@ class RankAdapter:
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were left out because their loss, or a gradient, was not finite."""
+        """Steps that were left out because their loss, or a gradient, was not finite.
+
+        Those that a ``GradScaler`` left out while the loss was finite are not among them.
+        """
         return self._finite.num_skipped
 
     def diagnose(self) -> list[str]:
         """Return what has gone wrong so far, in sentences: what was warned of, and dead layers."""
         dead = [name for name, inner in self.ranks.items() if 0 in inner]
         notes = [f"layer {name!r} has lost all its ranks and is its bias alone." for name in dead]
+        if self.num_skipped:
+            skipped = "a loss or a gradient that was not finite"
+            notes.append(f"{skipped} has had {self.num_skipped:,} steps skipped.")
         return [*self._watch.notes, *notes]
 
     def __repr__(self) -> str:

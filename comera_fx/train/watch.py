@@ -47,7 +47,7 @@ class Watch:
         if not self._told and self._has_exploded(loss):
             self._told = True  # the mean goes on rising for a while
             self._loss_before = loss
-            self._say(
+            self.say(
                 f"the mean loss has gone from {before:.4g} to {loss:.4g} since the cut of step "
                 f"{self._cut_at}. Cut less at once: raise shrink_steps or the target, or lower "
                 "gamma or the learning rate.",
@@ -58,7 +58,7 @@ class Watch:
         self._unmoved = 0 if moved or not awaits_cuts else self._unmoved + 1
         self._size = size
         if self._unmoved == STUCK_AFTER:
-            self._say(
+            self.say(
                 f"the size has stood at {size:,} for {STUCK_AFTER} cuts, and its target is not "
                 "met. Lower min_rank, or raise rho or the rank weights' learning rate; "
                 "the method 'proximal' or 'rounding' meets a target by a schedule.",
@@ -70,9 +70,11 @@ class Watch:
             return False
         return loss - before > max(EXPLODED * abs(before), NOTABLE * abs(first))
 
-    def _say(self, note: str) -> None:
-        self.notes.append(note)
-        warn(note)
+    def say(self, note: str | None) -> None:
+        """Warn, and remember it; ``None`` is nothing to say."""
+        if note is not None:
+            self.notes.append(note)
+            warn(note)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings."""
@@ -95,16 +97,21 @@ class Watch:
 
 
 class Reminders:
-    """Says when a loop calls only one of ``RankAdapter.loss`` and ``RankAdapter.step``."""
+    """Says when a loop calls only one of ``RankAdapter.loss`` and ``RankAdapter.step``.
 
-    def __init__(self) -> None:
+    Args:
+        watch: Remembers what is said.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
         self._num_losses = 0
 
     def asked_for_loss(self) -> None:
         """Count a call of ``loss``."""
         self._num_losses += 1
         if self._num_losses == FORGOTTEN_AFTER:
-            warn(
+            self._watch.say(
                 f"RankAdapter.loss was called {FORGOTTEN_AFTER} times without RankAdapter.step: "
                 "no rank is ever cut. Call adapter.step() after optimizer.step()."
             )
@@ -116,7 +123,7 @@ class Reminders:
     def counted(self, num_steps: int, *, has_loss: bool) -> None:
         """Look whether ``loss`` has been called, now that so many steps have."""
         if num_steps == FORGOTTEN_AFTER and not has_loss:
-            warn(
+            self._watch.say(
                 f"RankAdapter.step was called {FORGOTTEN_AFTER} times without RankAdapter.loss: "
                 "nothing asks ranks to shrink. Train on adapter.loss(task_loss)."
             )

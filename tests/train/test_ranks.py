@@ -295,10 +295,16 @@ def dense_then_optimized():
     return nn.Sequential(TTLinear.from_linear(dense[0], STUDENT)), optimizer
 
 
+def with_a_core_left_out():
+    model = nn.Sequential(TTLinear(STUDENT, 32, 32))
+    return model, torch.optim.AdamW(list(model.parameters())[:-2])
+
+
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
         (lambda: RankAdapter(*dense_then_optimized()), "optimizer does not hold the model's cores"),
+        (lambda: RankAdapter(*with_a_core_left_out()), "not all cores of 1 layers, .* them '0'"),
         (
             lambda: RankAdapter(nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)])),
             "no TT layer whose ranks could adapt",

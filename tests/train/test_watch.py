@@ -11,7 +11,7 @@ from comera_fx.config import RankConfig
 from comera_fx.modules import TTLinear
 from comera_fx.spec import TTSpec
 from comera_fx.train import RankAdapter, compact, param_groups
-from comera_fx.train.watch import EXPLODED, NOTABLE, STUCK_AFTER, Watch
+from comera_fx.train.watch import EXPLODED, FORGOTTEN_AFTER, NOTABLE, STUCK_AFTER, Watch
 
 SPEC = TTSpec("tt", (4, 8), (8, 4), (1, 4, 16, 4, 1))
 METHODS = ["comera", "proximal", "rounding"]
@@ -84,9 +84,11 @@ def test_a_target_below_the_floors_does_not_move_either():
     with pytest.warns(UserWarning, match="out of reach") as caught:
         _, adapter = make(method="rounding", target_ratio=0.4, min_rank=9, shrink_steps=0)
     assert [names_the_loop(warning, make) for warning in caught] == [True]
+    assert adapter.diagnose() == [str(caught[0].message)]
     (warning,) = steps(adapter, [1.0] * (2 * STUCK_AFTER))
     assert "Lower min_rank" in str(warning.message)
     assert names_the_loop(warning)
+    assert adapter.diagnose() == [str(caught[0].message), str(warning.message)]
 
 
 # ---- a loss that a cut has raised ----
@@ -212,6 +214,28 @@ def test_all_is_told_in_the_order_it_was_said():
         str(exploded.message),
         "layer '0' has lost all its ranks and is its bias alone.",
     ]
+
+
+def test_skipped_steps_are_told_by_their_number():
+    _, adapter = make(method="rounding")
+    assert len(steps(adapter, [1.0, *[float("nan")] * 12, 1.0])) == 2
+    told = ["a loss or a gradient that was not finite has had 12 steps skipped."]
+    assert adapter.diagnose() == told
+    _, other = make(method="rounding")
+    other.load_state_dict(adapter.state_dict())
+    assert other.diagnose() == told
+
+
+@pytest.mark.parametrize("call", ["loss", "step"])
+def test_a_call_that_is_forgotten_is_told(call):
+    _, adapter = make(method="rounding")
+    forget = adapter.step if call == "loss" else lambda: adapter.loss(torch.tensor(1.0))
+    for _ in range(FORGOTTEN_AFTER - 1):
+        forget()
+    with pytest.warns(UserWarning, match="without RankAdapter") as caught:
+        forget()
+    assert adapter.diagnose() == [str(warning.message) for warning in caught]
+    assert f"without RankAdapter.{call}" in adapter.diagnose()[0]
 
 
 def test_what_was_said_is_kept_over_a_resume_and_not_said_again():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
-from comera_fx.train.caller import warn
-
 Counts = dict[str, list[int]]
 """Layer name to what each of its inner bonds keeps, left to right."""
 Shares = Mapping[str, Sequence[Sequence[float]]]
@@ -36,19 +34,18 @@ def rank_cost(inner: Sequence[int], modes: Sequence[int], bond: int) -> int:
     return ranks[bond] * modes[bond] + modes[bond + 1] * ranks[bond + 2]
 
 
-def warn_if_out_of_reach(
-    target: int, ranks: Counts, modes: Modes, floors: Mapping[str, int]
-) -> None:
-    """Say so where even the smallest ranks that cuts may reach hold more than the target."""
+def out_of_reach(target: int, ranks: Counts, modes: Modes, floors: Mapping[str, int]) -> str | None:
+    """Return what to say where even the smallest ranks that cuts may reach hold more."""
     least = {
         name: [min(rank, max(floors[name], 1)) for rank in inner] for name, inner in ranks.items()
     }
     smallest = params_of(least, modes)
-    if smallest > target:
-        warn(
-            f"the target of {target:,} parameters is out of reach: at the smallest ranks that cuts "
-            f"may leave the layers hold {smallest:,}."
-        )
+    if smallest <= target:
+        return None
+    return (
+        f"the target of {target:,} parameters is out of reach: at the smallest ranks that cuts "
+        f"may leave the layers hold {smallest:,}."
+    )
 
 
 def counts_within(shares: Shares, modes: Modes, target: int, floors: Mapping[str, int]) -> Counts:
