@@ -18,7 +18,9 @@ NUM_STEPS, CUT_AT = 20, 10
 def train(model: torch.nn.Module, run) -> list[float]:
     """Losses of some steps on one sequence a step; ranks are cut half-way."""
     optimizer = torch.optim.AdamW(comera_fx.param_groups(model, lr=1e-4))
-    config = comera_fx.RankConfig(method="comera", prune_every=CUT_AT, gamma=0.0)
+    config = comera_fx.RankConfig(
+        method="comera", prune_every=CUT_AT, gamma=0.0, patience=1, balance=False
+    )
     adapter = comera_fx.RankAdapter(model, optimizer, config)
     losses = []
     for step in range(NUM_STEPS):
