@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from bench.study import main
+from bench.study_command import main
 from bench.study_task import Part, Task
 from comera_fx import OptimizeConfig, PlanConfig
 from comera_fx.demo.config import DemoConfig

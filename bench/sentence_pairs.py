@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from bench.data.wordnet import PAIRS_A_LABEL, load_wordnet_pairs
 from bench.models.classifier import CPU_SIZES, GPU_SIZES, QUICK_SIZES, sizes_for
-from bench.study import main
 from bench.study_classes import classification
+from bench.study_command import main
 from bench.study_task import Task
 
 SIZES = replace(CPU_SIZES, width=192, ffn_width=576, num_layers=6, length=32)

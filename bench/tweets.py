@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bench.data.tweets import load_tweets
 from bench.models.classifier import CPU_SIZES, GPU_SIZES, QUICK_SIZES, sizes_for
-from bench.study import main
 from bench.study_classes import classification
+from bench.study_command import main
 from bench.study_task import Task
 
 STEPS = {QUICK_SIZES: (12, 8), CPU_SIZES: (300, 32), GPU_SIZES: (900, 32)}

@@ -14,9 +14,9 @@ from bench import code_lm, study_child
 from bench.data.tokens import Example, make_dataset
 from bench.methods import METHODS, Setup
 from bench.models.classifier import ClassifierSizes
-from bench.study import main
 from bench.study_child import Job, Timing, work, work_apart
 from bench.study_classes import classification
+from bench.study_command import main
 from bench.study_search import Rates
 from bench.study_task import SELECTION_SEED, target_params
 from bench.study_train import PeakMemory, cut_share, evaluate, train
