@@ -30,8 +30,8 @@ class RankConfig:
         target_bytes: Size to reach, in bytes of the cores.
         gamma: Strength of what pulls ranks down in the early stage. "comera": weight of the size
             penalty. "proximal": what a bond's singular values lose at every cut, as a share, below
-            1, of the largest that the bond has had, for a rank of average cost. "rounding" has
-            none.
+            1, of the largest that the bond has had, for a rank of average cost; what stays gets
+            the norm back. "rounding" has none.
         beta: Weight of the squared norm of the cores in the early stage of "comera".
         threshold: What counts as zero. "comera": rank weights at or below it. "proximal":
             singular values at or below this share of the largest that their bond has ever had.

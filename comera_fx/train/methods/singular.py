@@ -25,12 +25,16 @@ FADE = 0.9
 two cuts ahead, one cut in twenty raised the loss by more than 1 %: more than cutting at once."""
 
 
+MOST_LOWERED = 0.95
+"""The most that the largest singular value of a bond loses at a cut before the norm is restored."""
+
+
 class SingularValues:
     """Lowers and cuts singular values.
 
     Early: "proximal" takes ``gamma`` times the largest that the bond has had off all its singular
-    values (soft thresholding: the proximal step of their sum), more where a rank holds more;
-    "rounding" cuts each bond to a relative error. Late: the budget falls from the size there is
+    values (soft thresholding: the proximal step of their sum), more where a rank holds more, and
+    scales what stays to their norm; "rounding" cuts each bond to a relative error. Late: the budget falls from the size there is
     to the target, ``S* + (S - S*) (1 - p)^3`` at the share p of the way, and the directions that
     carry most per parameter stay; "proximal" fades what will have to go.
 
@@ -196,12 +200,17 @@ def _shares(bonds: Mapping[str, list[Directions]]) -> dict[str, list[list[float]
 
 
 def _lowered(bond: Directions, amount: float, least: float) -> Directions:
-    """Take an amount off all singular values, but none of them below ``least``.
+    """Take an amount off all singular values, but none of them below ``least``; keep the norm.
 
-    A direction of exactly 0 has no gradient that could bring it back.
+    A direction of exactly 0 has no gradient that could bring it back. If the norm fell too, a
+    model that learns slowly would lose all it knows, cut by cut.
     """
-    lowered = torch.maximum(bond.values - amount, bond.values.clamp(max=least))
-    return bond.scaled(lowered / bond.values)
+    values = bond.values
+    if not values.numel():
+        return bond
+    lowered = (values - min(amount, MOST_LOWERED * float(values.max()))).clamp(min=0.0)
+    lowered = lowered * (values.norm() / lowered.norm())
+    return bond.scaled(torch.maximum(lowered, values.clamp(max=least)) / values)
 
 
 def _faded(bond: Directions, count: int) -> Directions:
