@@ -34,9 +34,10 @@ class SingularValues:
 
     Early: "proximal" takes ``gamma`` times the largest that the bond has had off all its singular
     values (soft thresholding: the proximal step of their sum), more where a rank holds more, and
-    scales what stays to their norm; "rounding" cuts each bond to a relative error. Late: the budget falls from the size there is
-    to the target, ``S* + (S - S*) (1 - p)^3`` at the share p of the way, and the directions that
-    carry most per parameter stay; "proximal" fades what will have to go.
+    scales what stays to their norm; "rounding" cuts each bond to a relative error. Late: the
+    budget falls from the size there is to the target, ``S* + (S - S*) (1 - p)^3`` at the share p
+    of the way, and the directions that carry most per parameter stay; "proximal" fades what will
+    have to go.
 
     Args:
         layers: The layers.
