@@ -6,8 +6,9 @@ Run in two processes, or in one without torchrun:
     python -m bench.distributed [--quick]
 
 It reads the source of Python's standard library, byte by byte. Bytes are those of the gradient
-buckets that a step all-reduces, seen by a communication hook. The adapter adds to them: 16 bytes
-at a cut, and 8 bytes a step in the late stage, until the target is met.
+buckets that a step all-reduces, seen by a communication hook. The adapter adds what is not counted
+here: two flags a step, whether loss and gradients are finite, and every ``prune_every`` steps the
+new bases of all bonds, which the first process sends to the others.
 """
 
 # Without `from __future__ import annotations`: DDP reads those of a communication hook.
